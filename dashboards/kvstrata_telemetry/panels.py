@@ -149,6 +149,15 @@ FULL: Final = Row("Is it full?", (
         (Query(f"sum by (node, device) (kvstrata_device_used_bytes{{{TIER}}})", "{{node}} {{device}}"),), CALM, 8,
     ),
     Panel(
+        "Wear", "Bytes a second written to each device and each tier, and spared because they were unlikely to return.",
+        Form.LINES, Unit.BYTES_PER_SECOND,
+        (
+            Query(rate("kvstrata_device_written_bytes_total", "device", TIER), "{{device}}"),
+            Query(rate("kvstrata_tier_written_bytes_total", "tier", TIER), "{{tier}}"),
+            Query(rate("kvstrata_declined_bytes_total", "tier", TIER), "spared on leaving {{tier}}"),
+        ), CALM, 8,
+    ),
+    Panel(
         "Devices in use", "Devices that take blocks, of tiers over several devices. A fall is a device that failed.",
         Form.LINES, Unit.NONE,
         (Query(f"sum by (node, tier) (kvstrata_device_up{{{TIER}}})", "{{node}} {{tier}}"),), CALM, 8,

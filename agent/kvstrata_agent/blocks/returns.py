@@ -9,6 +9,8 @@ import math
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
 from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
@@ -89,6 +91,7 @@ class Returns:
         self._node = node
         self._marks = _Marks(node.index)
         self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
+        self._admission: WriteAdmission[bytes] = WriteAdmission()
         self._recent: dict[bytes, float] = {}
         """When the chains that end so were asked for last, the latest one last."""
         self._ends: dict[bytes, ScopeId] = {}
@@ -116,6 +119,7 @@ class Returns:
         if now_s - before_s < SAME_USE_S:
             return
         self._note_end(scope, digests)
+        self._admission.asked(digests, len(digests))
         self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
         self._reuse.begin(digests, None, facts, now_s)
@@ -189,6 +193,35 @@ class Returns:
         if priority is PriorityClass.STANDARD:
             return worth, used_at_s, entry.born_s
         return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
+
+    def write_chance(self, entry: Entry) -> float | None:
+        """Chance of a return by which a block that leaves memory is written; None where nothing tells, or it has to be.
+
+        What blocks in slower tiers continue has to be: without it they are lost.
+        """
+        if not self.are_followed or not entry.mark:
+            return None
+        index = self._node.index
+        if index.blockers(entry, TIERS_MAX - 1) > index.blockers(entry, entry.level):
+            return None
+        now_s = self._node.clock()
+        chance = self._reuse.return_chance(entry.digest, entry.mark, now_s, now_s - max(entry.used_at_s, entry.born_s))
+        if chance is None:
+            return None
+        if entry.followers and self._reported(entry.followers, now_s) > 0.0:
+            chance = max(chance, TRUST)
+        return min(1.0, chance * entry.priority.factor)
+
+    def is_declined(self, entry: Entry) -> bool:
+        """True for what is too unlikely to return to be written to a medium that wears or bills."""
+        chance = self.write_chance(entry)
+        return chance is not None and not self._admission.takes(chance)
+
+    def offered(self, entry: Entry) -> None:
+        """A block leaves memory for such a medium, or is declined."""
+        chance = self.write_chance(entry)
+        if chance is not None:
+            self._admission.offered(entry.digest, 1, chance)
 
     def explain(self, entry: Entry) -> dict[str, Any]:
         """Why a block leaves before others or after them."""

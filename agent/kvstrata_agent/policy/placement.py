@@ -53,6 +53,8 @@ class Placement:
 
     target: str | None
     reason: str
+    is_declined: bool = False
+    """True for a block that is not worth a write."""
 
 
 def next_lower(tiers: Sequence[TierFacts], level: int, *, must_survive: bool = False) -> Placement:
