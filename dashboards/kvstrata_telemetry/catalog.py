@@ -67,6 +67,11 @@ AGENT: Final = (
         ("pool", "node", "tier"),
     ),
     Metric(
+        "kvstrata_replicas_total", Kind.COUNTER,
+        "Blocks that readers fetched from other agents, which keep them too, by event (fetched, left this node).",
+        ("pool", "node", "event"),
+    ),
+    Metric(
         "kvstrata_object_requests_max", Kind.GAUGE, "Requests that an object store gets at once.",
         ("pool", "node", "tier"),
     ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.placement import Replica
 from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
@@ -37,6 +38,10 @@ HOT_MAX: Final = 256
 """Chains of late that may be raised to a tier faster than the memory which engines map: a millisecond to judge."""
 SET_BACK: Final = -1.0
 """Worth of what its session will not need again, or whose uses an earlier run took along."""
+REPLICAS_MAX: Final = 65_536
+"""Blocks that came from other agents, of which that is remembered: 15 MB."""
+REPLICA_S: Final = 300.0
+"""For so long the copy that a block was fetched from is believed to be there: what counts for less may leave."""
 TRUST: Final = 0.5
 """Chance that an engine's word on a return comes true. What it means for whole classes of requests is learned."""
 
@@ -92,6 +97,7 @@ class Returns:
         self._marks = _Marks(node.index)
         self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
         self._admission: WriteAdmission[bytes] = WriteAdmission()
+        self._replicas: dict[bytes, Replica] = {}
         self._recent: dict[bytes, float] = {}
         """When the chains that end so were asked for last, the latest one last."""
         self._ends: dict[bytes, ScopeId] = {}
@@ -189,10 +195,26 @@ class Returns:
             worth = self._reuse.times.overall(idle_s)
         if entry.followers:
             worth = max(worth, self._reported(entry.followers, now_s))
+        if self._replicas and (replica := self.replica_of(entry)) is not None:
+            worth *= replica.part
         priority = entry.priority
         if priority is PriorityClass.STANDARD:
             return worth, used_at_s, entry.born_s
         return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
+
+    def replicated(self, entries: Sequence[Entry], fetch_s: float, compute_s: float) -> None:
+        """Blocks have come from another agent that keeps them; fetching and computing one of them takes so long."""
+        replica = Replica(fetch_s, compute_s, self._node.clock() + REPLICA_S)
+        for entry in entries:
+            self._replicas.pop(entry.digest, None)
+            self._replicas[entry.digest] = replica
+        while len(self._replicas) > REPLICAS_MAX:
+            del self._replicas[next(iter(self._replicas))]
+
+    def replica_of(self, entry: Entry) -> Replica | None:
+        """What is known of another agent's copy of a block; None where there is none, or none is believed in."""
+        replica = self._replicas.get(entry.digest)
+        return replica if replica is not None and self._node.clock() < replica.until_s else None
 
     def write_chance(self, entry: Entry) -> float | None:
         """Chance of a return by which a block that leaves memory is written; None where nothing tells, or it has to be.
@@ -210,7 +232,8 @@ class Returns:
             return None
         if entry.followers and self._reported(entry.followers, now_s) > 0.0:
             chance = max(chance, TRUST)
-        return min(1.0, chance * entry.priority.factor)
+        replica = self.replica_of(entry)
+        return min(1.0, chance * entry.priority.factor) * (replica.part if replica is not None else 1.0)
 
     def is_declined(self, entry: Entry) -> bool:
         """True for what is too unlikely to return to be written to a medium that wears or bills."""
@@ -233,7 +256,18 @@ class Returns:
         if worth == SET_BACK:
             return known | {"reason": "first to leave: will not be used again, or is of an earlier run"}
         uses_per_s = worth / entry.priority.factor
+        if (replica := self.replica_of(entry)) is not None:
+            uses_per_s /= max(replica.part, 1e-9)
+            known |= {"replica": self._explained(entry, replica, worth)}
         return known | {"worth": worth, "uses_per_s": uses_per_s} | self._reuse.explain(entry.digest, entry.mark)
+
+    def _explained(self, entry: Entry, replica: Replica, worth: float) -> dict[str, Any]:
+        """Whether a copy of what another agent has pays for its place."""
+        tier = entry.residences[0].tier if entry.residences else None
+        price_per_s = self._node.facts_of(tier).price_per_s if tier is not None else 0.0
+        choice = "locality: it stays" if worth >= price_per_s else "dedup: the other agent's copy is enough"
+        costs = {"fetch_s": replica.fetch_s, "compute_s": replica.compute_s, "part_of_worth": replica.part}
+        return costs | {"price_per_s": price_per_s, "choice": choice}
 
     def _reported(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
         """What engines' words on the return of sessions make a head worth; words expire with the return."""

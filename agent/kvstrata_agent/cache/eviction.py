@@ -381,6 +381,8 @@ class _Leaving:
     def __init__(self, node: Node, tier: Tier, decision: Decision, worths: Mapping[Entry, float] | None = None) -> None:
         self._history = node.history
         self._signs = node.signs
+        self._returns = node.returns
+        self._counters = node.counters
         self._tier = tier
         self.decision = decision
         self._worths = worths or {}
@@ -393,6 +395,8 @@ class _Leaving:
         if copies[0].tier is not self._tier:
             return
         self._signs.left(entry, is_last=len(copies) == 1)
+        if len(copies) == 1 and self._returns.replica_of(entry) is not None:
+            self._counters.add("kvstrata_replicas_total", event="left")
         if len(copies) > 1:
             target = copies[1].tier.name
             demotion = self._demotions.get(target)

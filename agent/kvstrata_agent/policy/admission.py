@@ -19,9 +19,9 @@ K = TypeVar("K", bound=Hashable)
 CHECK_EVERY: Final = 64
 """One block in so many: at 2 MiB a second pass costs as much as the writer's own copy, and this 2 % of it."""
 
-LOSS_MAX: Final = 0.0075
-"""Of the blocks that are asked for, the part that may be missed because it was not written: a point is allowed, and
-returns are counted late."""
+LOSS_MAX: Final = 0.005
+"""Of the blocks that are asked for, the part that may be missed because it was not written. What is lost is up to twice
+that: returns are counted late, and what is behind a missing block is of no use."""
 FOLLOWED_MAX: Final = 65_536
 """Blocks that left memory and whose return is waited for: 10 MB."""
 _BINS: Final = 64
