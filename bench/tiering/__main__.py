@@ -57,7 +57,8 @@ FLASH_HEADER: Final = (
     "limit",
     "x fewer",
 )
-"""Blocks written / read again, and hits in percent; last how many times fewer are written for each one read again."""
+"""Blocks written / read again, and hits in percent; last how many times fewer are written for each one read again: than by write-through, than where all
+that leaves memory by ours is written, and what is possible."""
 ALONE: Final = "engine alone"
 CASCADE: Final = "LRU cascade"
 OURS: Final = "ours"
@@ -252,7 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _flash_line(cell: flash.Cell) -> tuple[str, ...]:
     flows = (f"{f.written} / {f.read}, {f.hit_percent:.2f}" for f in cell.flows.values())
-    ratios = f"{cell.spared(flash.OURS):.1f} of {cell.spared(flash.LIMIT):.1f}"
+    ratios = (
+        f"{cell.spared(flash.OURS):.1f}, {cell.spared(flash.OURS, flash.ALL):.1f} of {cell.spared(flash.LIMIT):.1f}"
+    )
     return (cell.trace, f"{cell.memory_percent} %", *flows, ratios)
 
 

@@ -232,10 +232,8 @@ class Node:
             return self.placement_below(level, must_survive=self.is_draining)
         uses_per_s, *_ = self.returns.worth(entry)
         placement = by_reuse_interval([self.facts_of(t) for t in self.tiers], level, uses_per_s)
-        if may_decline and self.takes_for_good(placement.target) and self.returns.is_declined(entry):
-            return Placement(
-                None, f"{placement.target} is spared the write: it is unlikely to return", is_declined=True
-            )
+        if may_decline and self.takes_for_good(placement.target) and (why := self.returns.declined(entry)):
+            return Placement(None, f"{placement.target} is spared the write: {why}", is_declined=True)
         return placement
 
     def takes_for_good(self, name: str | None) -> bool:

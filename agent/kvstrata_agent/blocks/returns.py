@@ -10,8 +10,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.blocks.signs import is_unread
 from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.pathology import TRIED_EVERY
 from kvstrata_agent.policy.placement import Replica
 from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
@@ -217,14 +219,8 @@ class Returns:
         return replica if replica is not None and self._node.clock() < replica.until_s else None
 
     def write_chance(self, entry: Entry) -> float | None:
-        """Chance of a return by which a block that leaves memory is written; None where nothing tells, or it has to be.
-
-        What blocks in slower tiers continue has to be: without it they are lost.
-        """
+        """Chance of a return by which a block that leaves memory is written; None where nothing tells."""
         if not self.are_followed or not entry.mark:
-            return None
-        index = self._node.index
-        if index.blockers(entry, TIERS_MAX - 1) > index.blockers(entry, entry.level):
             return None
         now_s = self._node.clock()
         chance = self._reuse.return_chance(entry.digest, entry.mark, now_s, now_s - max(entry.used_at_s, entry.born_s))
@@ -235,10 +231,22 @@ class Returns:
         replica = self.replica_of(entry)
         return min(1.0, chance * entry.priority.factor) * (replica.part if replica is not None else 1.0)
 
-    def is_declined(self, entry: Entry) -> bool:
-        """True for what is too unlikely to return to be written to a medium that wears or bills."""
+    def declined(self, entry: Entry) -> str:
+        """Why a block is not worth a write to a medium that wears or bills; empty for one that is.
+
+        What blocks in slower tiers continue always is: without it they are lost.
+        """
+        index = self._node.index
+        if index.blockers(entry, TIERS_MAX - 1) > index.blockers(entry, entry.level):
+            return ""
         chance = self.write_chance(entry)
-        return chance is not None and not self._admission.takes(chance)
+        if chance is not None and not self._admission.takes(chance):
+            return "it is unlikely to return"
+        is_expected = bool(entry.followers) and self._reported(entry.followers, self._node.clock()) > 0.0
+        is_suspect = entry.tenant in self._node.signs.polluters and is_unread(entry) and not is_expected
+        if is_suspect and entry.digest[-1] % TRIED_EVERY:
+            return "hardly any of its tenant's blocks is ever read"
+        return ""
 
     def offered(self, entry: Entry) -> None:
         """A block leaves memory for such a medium, or is declined."""

@@ -353,7 +353,7 @@ class Writer:
         node = self._node
         if not node.takes_for_good(node.placement_below(tier.level, must_survive=False).target):
             return list(entries)
-        written = [entry for entry in entries if not node.returns.is_declined(entry)]
+        written = [entry for entry in entries if not node.returns.declined(entry)]
         for entry in written:
             node.returns.offered(entry)
         return written

@@ -164,7 +164,7 @@ def _once_and_again(rounds: int = 1500) -> Trace:
 def test_what_never_comes_again_is_hardly_written_to_flash() -> None:
     cell = flash.measure(_once_and_again(), 1)
 
-    assert cell.flows[flash.OURS].written < cell.flows["ours, all written"].written / 2
+    assert cell.flows[flash.OURS].written < cell.flows[flash.ALL].written / 2
     assert cell.spared(flash.OURS) >= 10
     assert cell.lost_points(flash.OURS) <= flash.LOSS_POINTS
 
@@ -173,7 +173,7 @@ def test_what_never_comes_again_is_hardly_written_to_flash() -> None:
 def test_the_limit_writes_least_for_each_block_read(size_percent: int) -> None:
     cell = flash.measure(synthetic(200), size_percent)
 
-    assert cell.flows[flash.LIMIT].written_per_read <= cell.flows["ours, all written"].written_per_read
+    assert cell.flows[flash.LIMIT].written_per_read <= cell.flows[flash.ALL].written_per_read
 
 
 def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
