@@ -19,6 +19,7 @@ from kvstrata_client.prompt.routes import Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
 from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStream, lease_route
 from kvstrata_client.target import Target
+from kvstrata_client.tracing import span
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.leases import lost
 from kvstrata_client.verbs.results import Bytes2D, Dropped, Hinted, Loaded, Located, Stored
@@ -43,7 +44,11 @@ class PrefixCache:
 
     def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None) -> Located:
         """Return how many leading blocks of `tokens` can be had now, here or from another node; leases nothing."""
-        return self._client.run(look_up(_job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)))
+        job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
+        with span("kvstrata.client.lookup", session_id=session, requested_blocks=job.wanted_blocks) as active:
+            located = self._client.run(look_up(job))
+            active.set(hit_blocks=located.blocks)
+        return located
 
     def load(
         self,
@@ -67,7 +72,9 @@ class PrefixCache:
             _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
         )
         check_buffer(job.target, into)
-        loaded = self._client.run(load(job, into))
+        with span("kvstrata.client.load", session_id=session, requested_blocks=job.lacking_blocks) as active:
+            loaded = self._client.run(load(job, into))
+            active.set(hit_blocks=loaded.blocks)
         self._client.counters.note_load(job.lacking_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
 
@@ -116,7 +123,8 @@ class PrefixCache:
         """
         job = _job(self._client, self._variant, tokens, session, deadline_s)
         check_buffer(job.target, blocks)
-        stored = self._client.run(store(job, blocks, first_block))
+        with span("kvstrata.client.store", session_id=session, blocks=len(blocks)):
+            stored = self._client.run(store(job, blocks, first_block))
         self._client.counters.note_store(stored)
         return stored
 
@@ -193,9 +201,11 @@ class AsyncPrefixCache:
         self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None
     ) -> Located:
         """Like `PrefixCache.lookup`."""
-        return await self._client.run(
-            look_up(_job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max))
-        )
+        job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
+        with span("kvstrata.client.lookup", session_id=session, requested_blocks=job.wanted_blocks) as active:
+            located = await self._client.run(look_up(job))
+            active.set(hit_blocks=located.blocks)
+        return located
 
     async def load(
         self,
@@ -212,7 +222,9 @@ class AsyncPrefixCache:
             _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
         )
         check_buffer(job.target, into)
-        loaded = await self._client.run(load(job, into))
+        with span("kvstrata.client.load", session_id=session, requested_blocks=job.lacking_blocks) as active:
+            loaded = await self._client.run(load(job, into))
+            active.set(hit_blocks=loaded.blocks)
         self._client.counters.note_load(job.lacking_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
 
@@ -254,7 +266,8 @@ class AsyncPrefixCache:
         """Like `PrefixCache.store`. A cancelled store gives its reservations back."""
         job = _job(self._client, self._variant, tokens, session, deadline_s)
         check_buffer(job.target, blocks)
-        stored = await self._client.run(store(job, blocks, first_block))
+        with span("kvstrata.client.store", session_id=session, blocks=len(blocks)):
+            stored = await self._client.run(store(job, blocks, first_block))
         self._client.counters.note_store(stored)
         return stored
 

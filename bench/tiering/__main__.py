@@ -47,18 +47,10 @@ GOAL_S: Final = 30.0
 """Bound on the time to the first token that Mooncake was operated with (2407.00079)."""
 SEARCH_STEPS: Final = 7
 FLASH_HEADER: Final = (
-    "trace",
-    "memory",
-    "write-through",
-    "cascade",
-    "ours, all",
-    "ours",
-    "ours, engine",
-    "limit",
-    "x fewer",
-)
-"""Blocks written / read again, and hits in percent; last how many times fewer are written for each one read again: than by write-through, than where all
-that leaves memory by ours is written, and what is possible."""
+    "trace", "memory", "write-through", "cascade", "ours, all", "ours", "ours, engine", "limit", "x fewer",
+)  # fmt: skip
+"""Blocks written / read again, and hits in percent. Last how many times fewer are written for each one read again: than
+by write-through, than where all that leaves memory by ours is written, and what is possible."""
 ALONE: Final = "engine alone"
 CASCADE: Final = "LRU cascade"
 OURS: Final = "ours"

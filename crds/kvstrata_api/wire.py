@@ -15,6 +15,7 @@ import msgspec
 from kvstrata_api.blocks import KEY_BYTES, Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.names import NamedPrefix
+from kvstrata_api.trace_context import TRACEPARENT_CHARS
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 4 << 20
@@ -43,6 +44,7 @@ QUEUED_MAX: Final = 10**12
 _LENGTHS_MAX: Final = {
     "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
     "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
+    "traceparent": TRACEPARENT_CHARS,
 }  # fmt: skip
 
 
@@ -181,6 +183,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=True):
     """True leaves the hit ratio alone: the caller counts its load as a whole, or only wants to write."""
     is_use: bool = True
     """False where the caller only wants to write: what it asks for is not expected sooner for that."""
+    traceparent: str = ""
+    """Span of the caller, as in `kvstrata_api.trace_context`; the agent's are its children. Empty: it has none."""
 
 
 class CountLoad(Request, frozen=True, array_like=True, tag=True):
@@ -204,6 +208,8 @@ class Acquire(Request, frozen=True, array_like=True, tag=True):
     the block into `PARTS_MAX` at most. 0: none."""
     handover: Handover | None = None
     """Lease growing blocks of this hand-over and nothing else; their parts are asked for with `Arrive`."""
+    traceparent: str = ""
+    """As in `Lookup`."""
 
 
 class Release(Request, frozen=True, array_like=True, tag=True):
@@ -229,6 +235,8 @@ class Reserve(Request, frozen=True, array_like=True, tag=True):
     """Name under which readers may have the blocks while they grow; empty: nobody sees them before `Publish`."""
     part_bytes: int = 0
     """With `handover`: bytes of the parts that they grow by; as in `Acquire`."""
+    traceparent: str = ""
+    """As in `Lookup`."""
 
 
 class Publish(Request, frozen=True, array_like=True, tag=True):
@@ -236,6 +244,8 @@ class Publish(Request, frozen=True, array_like=True, tag=True):
 
     reservations: tuple[int, ...]
     checksums: tuple[bytes, ...]
+    traceparent: str = ""
+    """As in `Lookup`."""
 
 
 class Abandon(Request, frozen=True, array_like=True, tag=True):
@@ -529,6 +539,8 @@ AnyRequest = (
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
     | Touch | Drop | ReportEngine | Retain | Demote | Fetch | WhyMiss | RouteHint
 )  # fmt: skip
+Traceable = Lookup | Acquire | Reserve | Publish
+"""Requests that name the span of their caller."""
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
@@ -564,6 +576,13 @@ def outcome_of(count: int, wanted: int) -> Outcome:
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def within_span(request: AnyRequest, traceparent: str) -> AnyRequest:
+    """Have a request name the span of its caller, where it can."""
+    if traceparent and isinstance(request, Traceable):
+        return msgspec.structs.replace(request, traceparent=traceparent)
+    return request
 
 
 def encode(message: Message) -> bytes:

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvstrata_api.models.poolnode import SHARES_MAX
 from kvstrata_api.trust import Access, ScopeKind
+from kvstrata_telemetry import tracing
 from kvstrata_telemetry.metrics import Instruments
 
 
@@ -36,13 +37,13 @@ class Counters:
             self._children[(name, *labels.values())] = child
         child.set(value)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Note one value in a histogram."""
+    def observe(self, name: str, value: float, *, traceparent: str = "", **labels: str) -> None:
+        """Note one value in a histogram, with the trace of `traceparent`, else the current one, as its exemplar."""
         child = self._children.get((name, *labels.values()))
         if child is None:
             child = self._instruments.histogram(name, **self._own, **labels)
             self._children[(name, *labels.values())] = child
-        child.observe(value)
+        child.observe(value, tracing.exemplar(traceparent))
 
     def leased(self, access: Access, blocks: int) -> None:
         """Note blocks that were leased by this right. Whoever grants a share is no reader of it."""

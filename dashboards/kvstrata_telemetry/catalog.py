@@ -434,6 +434,15 @@ BY_NAME: Final = index(metric for metrics in BY_PROCESS.values() for metric in m
 """Every metric by its name; no two processes share one."""
 
 SPANS: Final = (
+    SpanType(
+        "kvstrata.client.lookup", "A prompt looked up, in the engine's process.",
+        ("session_id", "requested_blocks", "hit_blocks"),
+    ),
+    SpanType(
+        "kvstrata.client.load", "A prompt's blocks loaded, in the engine's process.",
+        ("session_id", "requested_blocks", "hit_blocks"),
+    ),
+    SpanType("kvstrata.client.store", "A prompt's blocks stored, in the engine's process.", ("session_id", "blocks")),
     SpanType("kvstrata.lookup", "One lookup in an agent.", ("session_id", "pool", "requested_blocks", "remote")),
     SpanType(
         "kvstrata.acquire", "Leasing a prefix; the moves that it waits for are its children.",
@@ -448,5 +457,13 @@ SPANS: Final = (
         ("session_id", "pool", "requested_blocks"),
     ),
     SpanType("kvstrata.order", "An agent's part of one KVOperation.", ("order",)),
+    SpanType("kvstrata.directory", "Asking the directory where blocks are.", ("requested_blocks", "hit_blocks")),
+    SpanType(
+        "kvstrata.lend", "Leasing blocks to another node, by their owner; a child of that node's fetch.",
+        ("requested_blocks", "hit_blocks"),
+    ),
+    SpanType("kvstrata.send", "Sending leased blocks to another node over its connection.", ("blocks",)),
+    SpanType("kvstrata.sweep", "One sweep of the metadata service.", ("members", "is_leader")),
+    SpanType("kvstrata.reconcile", "One plan of the operator, and what it had done of it at once.", ("orders",)),
 )  # fmt: skip
 """Every name that `tracing.span` may be given."""

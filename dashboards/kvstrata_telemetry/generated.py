@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from kvstrata_api.trace_context import SHARED_ATTRIBUTES
 from kvstrata_telemetry.catalog import BY_PROCESS, SPANS
 from kvstrata_telemetry.metrics import Metric
-from kvstrata_telemetry.tracing import SHARED_ATTRIBUTES
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 """The source tree. Generators run in it; an installed wheel has none."""
@@ -30,8 +30,11 @@ its first log lines and in its ready file.
 _SPANS_HEAD: Final = """
 ## Spans
 
-Off until a process gets `--otlp-endpoint` (OTLP over HTTP); agents alone open any. Attributes are `kvcache.<name>`; the
-session is `session.id`.
+Off until a process gets `--otlp-endpoint` (OTLP over HTTP). Attributes are `kvcache.<name>`, the session `session.id`.
+Messages of engines to agents and between agents carry `traceparent`, so that one request is one trace from the engine
+to the node that its blocks come from. Those of the client (`kvstrata.client.*`) go where the engine's own tracer sends
+them, and its current span is their parent. `--trace-ratio` of the traces is sent, by their ids, and whatever the ratio
+those in which a span of the process failed, or took `--trace-slow-seconds`.
 
 | span | what | attributes |
 |---|---|---|

@@ -25,6 +25,7 @@ from kvstrata import (
     Published,
     Target,
 )
+from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.cache.load import Acquisition
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
@@ -422,7 +423,10 @@ def test_closing_gives_back_every_descriptor_and_thread(agent: AgentThread) -> N
             PrefixCache(client).store(TOKENS, content())
             PrefixCache(client).load(TOKENS)
 
-    use()  # The agent opens its extents.
+    use()  # The agent opens an extent, and its thread one more ahead.
+    memory = agent.core.node.tiers[0].backend
+    assert isinstance(memory, Arena)
+    memory._worker.submit(lambda: None).result()
     before = open_now()
     for _ in range(5):
         use()
@@ -459,6 +463,38 @@ def test_the_command_line_shows_tiers_prompts_and_reasons(
         (told,) = run("route-hint", str(tmp_path / "tokens.json"), "--json")
         assert [(node["blocks"], node["media"]) for node in told["nodes"]] == [(BLOCKS, {"HostDRAM": BLOCKS})]
         assert told["longest"] == told["nodes"][0]["node"]
+
+
+def test_the_command_line_shows_the_life_of_a_session(
+    agent: AgentThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("a")
+    (tmp_path / "layout.json").write_text(json.dumps(dataclasses.asdict(LAYOUT)))
+
+    def shown(name: str, status: int, *more: str) -> str:
+        common = ("--socket", str(agent.socket), "--pool", "pool", "--token-file", str(tmp_path / "token"))
+        with pytest.raises(SystemExit) as end:
+            main(["session", name, *more, *common, "--layout", str(tmp_path / "layout.json")])
+        assert end.value.code == status
+        return capsys.readouterr().out
+
+    with attached(agent.socket) as client:
+        cache = PrefixCache(client)
+        client.open_session("s")
+        client.touch_session("s", "decoding")
+        cache.store(TOKENS, content(), session="s")
+        cache.load(np.append(TOKENS, TOKENS), session="s")
+        client.tool_wait("s", 90.0)
+        head, _, columns, *rows = shown("s", 0).splitlines()
+        found = json.loads(shown("s", 0, "--json"))
+        unknown = shown("t", 1)
+
+    assert head.startswith("session s: idle, expected back in ")
+    assert head.endswith(f"0 turns, standard, blocks: {BLOCKS} dram")
+    assert columns.split() == ["AGO", "WHAT", "BLOCKS", "LACKING", "WAITED", "CHOICE"]
+    assert [row.split()[2] for row in rows] == ["open", "decoding", "store", "load", "idle"]
+    assert [e["blocks"] for e in found["log"] if e["blocks"]] == [{"dram": BLOCKS}, {"dram": BLOCKS}]
+    assert "knows none of that name" in unknown
 
 
 def test_the_command_line_says_why_a_prompt_is_a_miss(

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.http import Endpoint, serve
+from kvstrata_telemetry.tracing import Sending
 
 pytestmark = pytest.mark.system
 
@@ -98,7 +99,7 @@ async def test_spans_reach_an_otlp_endpoint() -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
 
-    tracing.configure("agent", f"http://127.0.0.1:{port}/v1/traces")
+    tracing.configure("agent", Sending(f"http://127.0.0.1:{port}/v1/traces"))
     with tracing.span("kvstrata.acquire", session_id="s1"), tracing.span("kvstrata.move", source="nvme"):
         pass
     await asyncio.to_thread(tracing.shutdown)
@@ -110,7 +111,7 @@ async def test_spans_reach_an_otlp_endpoint() -> None:
 
 
 async def test_an_absent_otlp_endpoint_delays_neither_span_nor_stop() -> None:
-    tracing.configure("agent", "http://127.0.0.1:9/v1/traces")
+    tracing.configure("agent", Sending("http://127.0.0.1:9/v1/traces"))
     loop = asyncio.get_running_loop()
 
     started_s = loop.time()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata_api import __version__, names
+from kvstrata_telemetry import tracing
+from kvstrata_telemetry.tracing import Sending
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Config:
     requires_bound_tokens: bool
     kek_file: Path | None
     ready_file: Path | None
-    otlp_endpoint: str | None
+    sending: Sending
+    """Of spans."""
     log_level: str
 
 
@@ -54,7 +57,7 @@ def parse(argv: list[str] | None = None) -> Config:
         requires_bound_tokens=given.require_bound_tokens,
         kek_file=given.kek_file,
         ready_file=given.ready_file,
-        otlp_endpoint=given.otlp_endpoint,
+        sending=Sending.given(given),
         log_level=given.log_level,
     )
 
@@ -113,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{names.KEK_SECRET}",
     )
     add("--ready-file", type=Path, help="written, as JSON, once engines are served")
-    add("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
+    tracing.add_arguments(parser)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the agent until SIGTERM or SIGINT; return the exit status."""
     given = config.parse(argv)
     logs.configure(given.log_level, "agent")
-    tracing.configure("agent", given.otlp_endpoint)
+    tracing.configure("agent", given.sending)
     return run_until_signal("kvstrata-agent", lambda: AgentProcess(given, in_cluster))
 
 

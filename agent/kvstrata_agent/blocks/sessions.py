@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.session_log import SessionLog
 from kvstrata_agent.policy.prefetch import doubt_s
 from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.errors import InvalidInputError
@@ -155,6 +156,8 @@ class SessionTable:
         self._order: FairOrder[tuple[str, str]] = FairOrder()
         self._owned: dict[int, set[Session]] = {}
         self._max = sessions_max
+        self.log = SessionLog()
+        """What became of them."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -232,6 +235,7 @@ class SessionTable:
     def forget(self, session: Session) -> None:
         """Let go of a session and of all that it holds. Idempotent."""
         session.is_forgotten = True
+        self.log.forget(session.key)
         for head in tuple(session.heads):
             session.drop_head(head)
         if self.find(session.tenant, session.name) is session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import RequestContext
+    from kvstrata_agent.blocks.session_log import SessionEvent
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
@@ -71,6 +73,7 @@ class Explainer:
             "expected_return_s": returns_s,
             "retained_s": max(0.0, session.retained_until_s - self._node.clock()),
             "blocks_not_archived": len(self._archiver.left(session)),
+            "blocks": self._places(session),
             "heads_not_here": len(session.absent),
             "heads": [
                 {
@@ -80,7 +83,27 @@ class Explainer:
                 }
                 for h in session.heads
             ],
+            "log": [self._happened(e) for e in self._node.sessions.log.of(session.key)],
             "absent_heads": [{"digest": d.hex(), "history": self._history(ScopeId(s), d)} for s, d in session.absent],
+        }
+
+    def _places(self, session: Session) -> dict[str, int]:
+        """Blocks of a session's chains by the tier that they are read from; those of none are on their way."""
+        copies = (self._node.best_copy(entry) for chain in self._archiver.chains(session) for entry in chain)
+        return dict(Counter([copy.tier.name if copy is not None else "" for copy in copies]))
+
+    def _happened(self, event: SessionEvent) -> dict[str, Any]:
+        """One event, with what came of the choice to fetch or to compute what was not in memory."""
+        regret = self._node.regrets.find(event.weighed) if event.weighed else None
+        return {
+            "what": event.what,
+            "ago_s": self._node.clock() - event.at_s,
+            "state": event.state,
+            "blocks": dict(event.blocks),
+            "lacking_blocks": event.lacking,
+            "waited_s": event.waited_s,
+            "choice": regret.source if regret is not None else "",
+            "regret_s": regret.regret_s if regret is not None else 0.0,
         }
 
     def block(self, scope: ScopeId | None, digest: bytes) -> dict[str, Any]:
@@ -113,8 +136,8 @@ class Explainer:
         copies: list[dict[str, tuple[str, int]]] = []
         for entry, locations in zip(entries, others, strict=True):
             here = {c.agent.removeprefix(f"{node.pool}."): (c.tier, c.stored_bytes) for c in locations}
-            if entry is not None and entry.residences:
-                best = entry.residences[0]
+            best = node.best_copy(entry) if entry is not None else None
+            if best is not None:
                 here[node.name] = str(best.tier.spec.type), best.record.stored_bytes
             copies.append(here)
         speeds = {

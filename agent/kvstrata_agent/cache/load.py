@@ -124,8 +124,10 @@ class Prefetched(NamedTuple):
 class PrefetchedChains(NamedTuple):
     """What came of bringing a session's chains up."""
 
+    blocks: int
+    """That are on their way for it."""
     size_bytes: int
-    """That are on their way for it, raw."""
+    """Of these, raw."""
     is_whole: bool
     """False when the pool's bound was reached before their ends."""
 
@@ -501,17 +503,18 @@ class Reader:
 
     def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> PrefetchedChains:
         """Start to bring chains up, root first, within the pool's bound."""
-        policy, now_s, size_bytes = self._node.spec.policy.prefetch, self._node.clock(), 0
+        policy, now_s, blocks, size_bytes = self._node.spec.policy.prefetch, self._node.clock(), 0, 0
         for entry in [e for chain in chains for e in chain]:
             if not self.may_prefetch:
                 break
             if self._mover.bytes_under_way >= policy.max_inflight_bytes:
-                return PrefetchedChains(size_bytes, is_whole=False)
+                return PrefetchedChains(blocks, size_bytes, is_whole=False)
             if self._promoter.start_prefetch(entry):
+                blocks += 1
                 size_bytes += entry.residences[0].record.raw_bytes
             if not self._node.returns.are_followed:
                 entry.used_at_s = max(entry.used_at_s, now_s)  # By last use it would be the first to leave again.
-        return PrefetchedChains(size_bytes, is_whole=True)
+        return PrefetchedChains(blocks, size_bytes, is_whole=True)
 
     def coming_up_s(self, chains: Sequence[Sequence[Entry]]) -> float:
         """How long before it is wanted a session's blocks begin to come up, by what lies where now."""

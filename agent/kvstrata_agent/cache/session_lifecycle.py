@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_agent.policy.prefetch import AGAIN_S, HORIZON_S, LOOK_S, FairSessions, Wanted
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.archive import Archiver
-    from kvstrata_agent.cache.load import Reader
+    from kvstrata_agent.cache.load import PrefetchedChains, Reader
     from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_api.blocks import ScopeSecret
@@ -182,6 +184,7 @@ class SessionLife:
             chains = self._archiver.chains(session)
             begun = self._reader.prefetch_chains(chains)
             self._fair.served(session.tenant, begun.size_bytes, self._node.tenants.of(session.tenant).weight)
+            self._note_prefetch(session, begun, now_s)
             if not begun.is_whole:
                 return  # The bound is reached; the rest comes next time.
             plan.begun_at_s = now_s
@@ -191,6 +194,12 @@ class SessionLife:
             if scanned >= SCAN_BLOCKS:
                 return  # As above.
         self._look(now_s, scanned)
+
+    def _note_prefetch(self, session: Session, begun: PrefetchedChains, now_s: float) -> None:
+        tier = self._node.entry_tier
+        if begun.blocks and tier is not None:
+            blocks = Counter({tier.name: begun.blocks})
+            self._node.sessions.log.note(session.key, SessionEvent(Happened.PREFETCH, now_s, now_s, blocks=blocks))
 
     def _look(self, now_s: float, scanned: int) -> None:
         """See where the blocks of sessions are that come back soon, and so when they begin to come up."""
@@ -215,6 +224,9 @@ class SessionLife:
     def _tell(self, session: Session, state: SessionState | None) -> None:
         secret, directory = session.secret, self._directory
         session.is_changed = False
+        if state is not None:
+            now_s = self._node.clock()
+            self._node.sessions.log.note(session.key, SessionEvent(Happened.STATE, now_s, now_s, state))
         if secret is None:
             return
         remembered = self._remembered(session) if state else None

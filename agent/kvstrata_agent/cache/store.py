@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -11,6 +12,7 @@ from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.blocks.block import GONE, Residence
 from kvstrata_agent.blocks.history import Decision, Event, What
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
 from kvstrata_agent.movement.path import Priority
@@ -193,8 +195,9 @@ class Writer:
         blocks it is not lost by that.
         """
         pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
-        if entry is not None and entry.residences and self._node.is_lowest(want.tier):
-            pin = pins.grant(owner, entry, entry.residences[0], deadline_s)
+        copy = entry.residence(want.tier) if entry is not None else None
+        if entry is not None and copy is not None and self._node.is_lowest(want.tier):
+            pin = pins.grant(owner, entry, copy, deadline_s)
             try:
                 return await self._room.reserve(want, deadline_s)
             except TierFullError:
@@ -338,6 +341,8 @@ class Writer:
         self._node.returns.stored(session, entries)
         if session is not None:
             self._archiver.follow(session, entries)
+            blocks = Counter({reservations[0].tier.name: len(entries)})
+            self._node.sessions.log.note(session.key, SessionEvent(Happened.STORE, now_s, now_s, blocks=blocks))
         self._admit(entries, reservations[0].tier, session.turns if session else 0)
 
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:

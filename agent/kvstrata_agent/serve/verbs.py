@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import repeat
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from msgspec.structs import replace
 
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.cache.load import LOCATE_KEYS_MAX, AcquireCall
 from kvstrata_agent.cache.part_checksums import blocks_max
 from kvstrata_agent.cache.why_miss import Asked
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.reservations import Reservation
+    from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Findings, Read
     from kvstrata_agent.cache.ports import Directory
@@ -142,7 +145,8 @@ class Verbs:
     def took(self, request: wire.AnyRequest, duration_s: float) -> None:
         """Note how long a request took, its reply included. Requests that fail are not among them."""
         verb = _VERBS[type(request)]
-        self._node.counters.observe("kvstrata_request_duration_seconds", duration_s, verb=verb)
+        parent = request.traceparent if isinstance(request, wire.Traceable) else ""
+        self._node.counters.observe("kvstrata_request_duration_seconds", duration_s, traceparent=parent, verb=verb)
 
     def descriptors(self, extents: Sequence[wire.ExtentGrant]) -> list[int]:
         """Descriptors to send with granted extents; the backends own them."""
@@ -180,7 +184,13 @@ class Verbs:
         digests = unpack_digests(request.digests)
         context = self._begin(at, request, request.session)
         reader = self._cache.reader
-        with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+        with span(
+            "kvstrata.lookup",
+            parent=request.traceparent,
+            session_id=request.session,
+            pool=self._node.pool,
+            requested_blocks=len(digests),
+        ):
             entries = reader.lookup_now(context, digests) if context else [None] * len(digests)
             if context is not None and reader.needs_directory(entries):
                 return self._lookup_wide(at, request, context, digests, entries)
@@ -194,7 +204,9 @@ class Verbs:
         digests: Sequence[bytes],
         entries: Sequence[Entry | None],
     ) -> wire.Found:
-        with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, remote=True):
+        with span(
+            "kvstrata.lookup", parent=request.traceparent, session_id=request.session, pool=self._node.pool, remote=True
+        ):
             located = await self._cache.reader.locate(context, digests, entries)
             return self._found(at, request, entries, self._cache.reader.answer(entries, located))
 
@@ -223,7 +235,13 @@ class Verbs:
         if call.handover is not None:
             return self._acquire_partial(at, request, call)
         count, name = len(call.digests), request.session
-        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+        with span(
+            "kvstrata.acquire",
+            parent=request.traceparent,
+            session_id=name,
+            pool=self._node.pool,
+            requested_blocks=count,
+        ) as active:
             acquired = self._cache.reader.acquire_now(call)
             active.set(hit_blocks=len(acquired.reads))
         if acquired.may_grow:
@@ -243,7 +261,9 @@ class Verbs:
 
     async def _acquire_partial(self, at: Attachment, request: wire.Acquire, call: AcquireCall) -> wire.Acquired:
         count, name = len(call.digests), request.session
-        with span("kvstrata.follow", session_id=name, pool=self._node.pool, requested_blocks=count):
+        with span(
+            "kvstrata.follow", parent=request.traceparent, session_id=name, pool=self._node.pool, requested_blocks=count
+        ):
             reads = await self._handovers.follow(call)
         return self._acquired(at, request, call.context, reads)
 
@@ -251,9 +271,18 @@ class Verbs:
         self, at: Attachment, request: wire.Acquire, call: AcquireCall, leased: list[Read]
     ) -> wire.AnyReply:
         reader, count, name = self._cache.reader, len(call.digests), request.session
-        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+        with span(
+            "kvstrata.acquire",
+            parent=request.traceparent,
+            session_id=name,
+            pool=self._node.pool,
+            requested_blocks=count,
+        ) as active:
+            began_s = self._node.clock()
             acquired = await reader.acquire(call, leased)
             active.set(hit_blocks=len(acquired.reads))
+        if call.context.session is not None:
+            self._note_wait(call.context.session, began_s, call.digests[len(leased)])
         got = len(acquired.reads)
         rest = reader.lookup_now(call.context, call.digests[got:])
         unfetched = next((i for i, e in enumerate(rest) if e is None or not e.residences), len(rest))
@@ -263,6 +292,11 @@ class Verbs:
         else:
             answer = self._acquired(at, request, call.context, reader.live(call, acquired.reads))
         return self._with_congestion(answer, acquired.busy_s, "acquire")
+
+    def _note_wait(self, session: Session, began_s: float, weighed: bytes) -> None:
+        now_s = self._node.clock()
+        waited = SessionEvent(Happened.LOAD, began_s, now_s, waited_s=now_s - began_s, weighed=weighed)
+        self._node.sessions.log.note(session.key, waited)
 
     def _with_congestion(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
         """Return, and count, an answer that its path is congested for so long; 0.0 leaves it as it is."""
@@ -301,7 +335,11 @@ class Verbs:
         blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
         if context.session is not None:
             context.session.follow([r.lease.entry for r in reads])
-            self._node.sessions.refresh(context.session, self._node.clock())
+            now_s, lacking = self._node.clock(), len(request.digests) // KEY_BYTES - len(reads)
+            self._node.sessions.refresh(context.session, now_s)
+            sources = Counter([r.source for r in reads])
+            read = SessionEvent(Happened.LOAD, now_s, now_s, blocks=sources, lacking=lacking)
+            self._node.sessions.log.note(context.session.key, read)
         self._observer.on_acquired(at, right, reads)
         return wire.Acquired(
             request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
@@ -341,7 +379,13 @@ class Verbs:
         digests: Sequence[bytes],
         made: list[Reservation | None],
     ) -> wire.AnyReply:
-        with span("kvstrata.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+        with span(
+            "kvstrata.reserve",
+            parent=request.traceparent,
+            session_id=request.session,
+            pool=self._node.pool,
+            requested_blocks=len(digests),
+        ):
             parent = digests[len(made) - 1] if made else request.parent
             rest = digests[len(made) :]
             more, refusal, busy_s = await self._cache.writer.reserve(context, parent, rest, has_some=bool(made))
@@ -393,7 +437,9 @@ class Verbs:
         return self._publish_slow(at, request)
 
     async def _publish_slow(self, at: Attachment, request: wire.Publish) -> wire.Published:
-        with span("kvstrata.publish", pool=self._node.pool, blocks=len(request.reservations)):
+        with span(
+            "kvstrata.publish", parent=request.traceparent, pool=self._node.pool, blocks=len(request.reservations)
+        ):
             results = await self._cache.writer.publish(at.owner, request.reservations, request.checksums)
         return wire.Published(request.id, self.grants_version, results)
 

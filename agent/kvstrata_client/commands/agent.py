@@ -1,4 +1,4 @@
-"""Commands that ask an agent: stats, explain, lookup, why-miss, route-hint."""
+"""Commands that ask an agent: stats, explain, session, lookup, why-miss, route-hint."""
 
 import argparse
 import json
@@ -32,6 +32,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     what.add_argument("--digest", default="", help="a block's digest in hex; needs --scope")
     explain.add_argument("--scope", default="", help="scope of the digest; default: the one new blocks go to")
     explain.set_defaults(run=_explain)
+    session = commands.add_parser(
+        "session",
+        parents=[common],
+        help="the life of one session: where its blocks are, what it read from where, waited for and left to compute",
+        description="What the node's agent remembers: up to 64 events of a session, the earliest first. Regret is what "
+        "the other choice between fetching and computing would have saved.",
+    )
+    session.add_argument("name", help="a session of the token's tenant")
+    session.add_argument("--json", action="store_true", help="JSON instead of a table")
+    session.set_defaults(run=_session)
     lookup = commands.add_parser("lookup", parents=[common], help="how much of a prompt is cached, in every scope")
     lookup.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     lookup.set_defaults(run=_lookup)
@@ -122,6 +132,43 @@ def _explain(given: argparse.Namespace) -> int:
         key = _key(client, given) if given.digest else None
         _print(json.loads(client.explain(key=key, session=given.session)))
     return 0
+
+
+def _session(given: argparse.Namespace) -> int:
+    """Print a session's state and events; 1 when the agent does not know it."""
+    with _attach(given) as client:
+        found = json.loads(client.explain(session=given.name))
+    if given.json:
+        _print(found)
+    elif "state" in found and "log" in found:
+        returns_s = found["expected_return_s"]
+        expected = f", expected back in {returns_s:.0f} s" if returns_s is not None and returns_s > 0 else ""
+        sys.stdout.write(
+            f"session {found['session']}: {found['state']}{expected}, {found['turns']} turns, "
+            f"{found['priority_class']}, blocks: {_counted(found['blocks'])}\n\n"
+        )
+        rows = [
+            (
+                f"{event['ago_s']:.1f} s",
+                event["state"] or event["what"],
+                _counted(event["blocks"]),
+                str(event["lacking_blocks"] or "-"),
+                f"{1e3 * event['waited_s']:.0f} ms" if event["waited_s"] else "-",
+                f"{event['choice']}, regret {1e3 * event['regret_s']:.0f} ms" if event["choice"] else "-",
+            )
+            for event in found["log"]
+        ]
+        for line in table(("AGO", "WHAT", "BLOCKS", "LACKING", "WAITED", "CHOICE"), rows):
+            sys.stdout.write(f"{line}\n")
+    else:
+        sys.stdout.write(f"session {given.name}: the agent of this node knows none of that name\n")
+    return 0 if "log" in found else 1
+
+
+def _counted(blocks: dict[str, int]) -> str:
+    """Blocks by place, the most first."""
+    ordered = sorted(blocks.items(), key=lambda place: -place[1])
+    return ", ".join(f"{count} {place or 'on the way'}" for place, count in ordered) or "-"
 
 
 def _key(client: Client, given: argparse.Namespace) -> BlockKey:

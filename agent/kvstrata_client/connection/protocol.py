@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
+from kvstrata_api.trace_context import traceparent
 from kvstrata_client.connection.extents import Extents
 from kvstrata_client.verbs.calls import Call, Calls, ReplyContext, read_grants
 from kvstrata_client.verbs.results import Answer, Grants
@@ -160,9 +161,9 @@ class Protocol:
         """
         self._raise_for(calls)
         ids, frames = [], []
-        wait = _Wait.CALLER if is_awaited else _Wait.NOBODY
+        wait, parent = _Wait.CALLER if is_awaited else _Wait.NOBODY, traceparent()
         for number, call in enumerate(calls, self._next_id):
-            frames.append(wire.encode(call.request(number)))
+            frames.append(wire.encode(wire.within_span(call.request(number), parent)))
             self._pending[number] = _Pending(call, wait)
             ids.append(number)
             self._next_id = number + 1

@@ -91,8 +91,12 @@ affinity:
 {{/* Arguments that all processes take. */}}
 {{- define "kvstrata.commonArgs" -}}
 - --log-level={{ .Values.logLevel }}
-{{- with .Values.tracing.otlpEndpoint }}
-- --otlp-endpoint={{ . }}
+{{- with .Values.tracing }}
+{{- if .otlpEndpoint }}
+- --otlp-endpoint={{ .otlpEndpoint }}
+- --trace-ratio={{ .ratio }}
+- --trace-slow-seconds={{ .slowSeconds }}
+{{- end }}
 {{- end }}
 {{- end }}
 

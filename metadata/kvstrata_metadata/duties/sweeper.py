@@ -23,6 +23,7 @@ from kvstrata_metadata.duties.collect import TOMBSTONE_S, Fence, LeaseState, Pla
 from kvstrata_metadata.store.keys import Shard, incarnation_text
 from kvstrata_metadata.store.records import Mandate, Verdict
 from kvstrata_metadata.store.store import Store, partly
+from kvstrata_telemetry.tracing import span
 
 SWEEP_S: Final = 5.0
 """Seconds between sweeps; an agent is removed within this and the silence that means death."""
@@ -106,10 +107,13 @@ class Sweeper:
         Raises `DirectoryAwayError`; what was begun is taken up by the next sweep.
         """
         try:
-            return await self._sweep()
+            with span("kvstrata.sweep") as active:
+                mandate = await self._sweep()
+                active.set(members=len(self.swept.fleet.members), is_leader=mandate is not None)
         except DirectoryAwayError:
             self._heard_since_s = None
             raise
+        return mandate
 
     async def _sweep(self) -> Mandate | None:
         started_s = _now_s()

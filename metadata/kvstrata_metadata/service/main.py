@@ -18,6 +18,7 @@ from kvstrata_metadata.server.embedded import EmbeddedConfig
 from kvstrata_metadata.service.service import Options, serve
 from kvstrata_metadata.store.access import parse_access
 from kvstrata_telemetry import logs, tracing
+from kvstrata_telemetry.tracing import Sending
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the service until SIGTERM or SIGINT; return the exit status."""
     given = _parser().parse_args(argv)
     logs.configure(given.log_level, "metadata")
-    tracing.configure("metadata", given.otlp_endpoint)
+    tracing.configure("metadata", Sending.given(given))
     try:
         asyncio.run(_until_signalled(options_of(given, os.environ)))
     except (KvStrataError, OSError, BaseExceptionGroup) as e:
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, once agents can use the directory")
     parser.add_argument("--sweep-s", type=float, default=SWEEP_S, help="seconds between sweeps; default: %(default)s")
     parser.add_argument("--log-level", type=str.lower, default="info", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
+    tracing.add_arguments(parser)
     return parser
 
 

@@ -28,6 +28,7 @@ from kvstrata_operator.decide.plan.actions import Action, Create, Merge, StatusW
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe.world import Change, ChangeBus, Setting
+from kvstrata_telemetry.tracing import span
 
 log = logging.getLogger(__name__)
 
@@ -238,15 +239,17 @@ class Controller:
         """Carry out one batch of orders and write the statuses, each when it is due."""
         if self._order_turn.is_due(self._clock()):
             self._status_turn.is_wanted = True  # Statuses also show what time alone changes.
-            await self._orders(in_flight)
+            with span("kvstrata.reconcile") as active:
+                active.set(orders=await self._orders(in_flight))
         if self._status_turn.is_due(self._clock()):
             self._statuses(in_flight)
         self._wake_s = min(self._order_turn.at_s, self._status_turn.at_s)
 
-    async def _orders(self, in_flight: WritesInFlight) -> None:
+    async def _orders(self, in_flight: WritesInFlight) -> int:
+        """Plan, and carry out one batch; returns how many orders that is."""
         seen = self._observe(self._failures)
         if seen is None:
-            return
+            return 0
         began_s, now = self._clock(), datetime.now(UTC)
         with self._gauges.part("plan"):
             plan = plan_orders(*seen, self._setting, now)
@@ -267,6 +270,7 @@ class Controller:
         self._failures = {pool: why for pool, why in self._failures.items() if pool in pools}
         if len(free) > BATCH_ACTIONS:
             self.plan_again()
+        return len(batch)
 
     def _order_done(self, outcome: Outcome) -> None:
         """Remember how an order went, and plan again when that matters."""

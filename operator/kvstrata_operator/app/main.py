@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; return the exit status."""
     given = options.parse(argv)
     logs.configure(given.log_level, "operator")
-    tracing.configure("operator", given.otlp_endpoint)
+    tracing.configure("operator", given.sending)
     gc.freeze()  # What is loaded by now stays for good: no collection need examine it again.
     try:
         asyncio.run(handlers.run(Replica(given)))

@@ -11,6 +11,8 @@ from pathlib import Path
 from kvstrata_api import __version__, names
 from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_operator.observe.world import Setting
+from kvstrata_telemetry import tracing
+from kvstrata_telemetry.tracing import Sending
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Options:
     identity: str
     issuance: Issuance
     log_level: str
-    otlp_endpoint: str | None
+    sending: Sending
+    """Of spans."""
     kek_file: Path | None = None
     """Where KEKs come from; without one from their Secret."""
 
@@ -50,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         identity=given.identity,
         issuance=_issuance(given),
         log_level=given.log_level,
-        otlp_endpoint=given.otlp_endpoint,
+        sending=Sending.given(given),
         kek_file=given.kek_file,
     )
 
@@ -110,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{names.KEK_SECRET}, which is made when it is absent",
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
+    tracing.add_arguments(parser)
     return parser
 
 

@@ -27,7 +27,7 @@ EVERYTHING = {
     },
     "commonLabels": {"team": "inference"},
     "kek": {"file": "/run/kvstrata-kek/keks", "volume": KEK_VOLUME},
-    "tracing": {"otlpEndpoint": "http://collector.monitoring:4318/v1/traces"},
+    "tracing": {"otlpEndpoint": "http://collector.monitoring:4318/v1/traces", "ratio": 0.1, "slowSeconds": 2},
     "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "runbookBaseUrl": "https://example.org/kvstrata/"},

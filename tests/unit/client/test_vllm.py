@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.trace_context import traceparent
 from kvstrata_client.connectors.vllm import engine
 from kvstrata_client.connectors.vllm.engine import (
     Adapters,
@@ -61,6 +62,8 @@ class Bench:
     workers: int = 1
     now_s: float = 0.0
     lookups: int = 0
+    spans: list[str] = field(default_factory=list)
+    """That lookups were made within."""
     planner: Planner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +72,7 @@ class Bench:
 
     def _lookup(self, tokens: Any, _variant: str, _session: str, most: int) -> Located:
         self.lookups += 1
+        self.spans.append(traceparent())
         found = min(self.there, most, len(tokens) // BLOCK)
         return Located(found, 0, ("dram",) * found)
 
@@ -105,6 +109,23 @@ def test_a_hit_is_promised_once_all_workers_have_it_and_loaded_in_the_step_that_
     assert plan.loads == [Load(fetch.fetch, 0, 4, ((7, 8, 9, 10),))]
     assert plan.drops == [fetch.fetch]
     assert bench.planner.finish("a") == {"dram": 64}
+
+
+def test_lookups_fetches_and_saves_are_within_the_span_that_a_request_came_with() -> None:
+    bench, named = Bench(there=2), f"00-{1:032x}-{2:016x}-01"
+    request = Request("a", list(range(100)))
+    bench.planner.begin(request, "", "", named)
+    bench.planner.match("a", 0)
+    fetching = bench.planner.step({})
+    bench.fetched(fetching)
+    bench.planner.match("a", 0)
+    bench.planner.allocated("a", [[1, 2, 3, 4]], 32)
+    bench.planner.give_pages("a", [[1, 2, 3, 4]], are_all=True)
+    saving = bench.planner.step({"a": 100})
+
+    assert bench.spans == [named]
+    assert [f.traceparent for f in fetching.fetches] + [s.traceparent for s in saving.saves] == [named, named]
+    assert traceparent() == ""
 
 
 def test_nobody_waits_for_a_fetch_whose_requests_have_ended() -> None:

@@ -1,19 +1,26 @@
 """Laws of the spans; the exporter keeps them in memory."""
 
+import argparse
 import ast
 import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvstrata_api.trace_context import TRACEPARENT_CHARS, traceparent
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.catalog import SPANS
 from kvstrata_telemetry.logs import JsonFormatter
+from kvstrata_telemetry.tracing import Sending
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +71,120 @@ def test_a_span_inside_another_is_its_child(exporter: InMemorySpanExporter) -> N
     assert move.parent.span_id == acquire.context.span_id
 
 
+def test_a_span_of_another_process_is_a_parent(exporter: InMemorySpanExporter) -> None:
+    with tracing.span("kvstrata.client.load"):
+        named = traceparent()
+    with tracing.span("kvstrata.acquire", parent=named), tracing.span("kvstrata.move"):
+        pass
+
+    load, move, acquire = exporter.get_finished_spans()
+    assert len(named) == TRACEPARENT_CHARS
+    assert acquire.parent is not None
+    assert acquire.parent.is_remote
+    assert acquire.parent.span_id == load.context.span_id
+    assert {load.context.trace_id} == {move.context.trace_id, acquire.context.trace_id}
+
+
+def test_nothing_is_named_where_no_span_is_open(exporter: InMemorySpanExporter) -> None:
+    assert traceparent() == ""
+    assert exporter.get_finished_spans() == ()
+
+
+@pytest.mark.parametrize("parent", ["nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "00-é"])
+def test_a_parent_that_makes_no_sense_begins_a_trace(exporter: InMemorySpanExporter, parent: str) -> None:
+    with tracing.span("kvstrata.lookup", parent=parent):
+        pass
+
+    assert exporter.get_finished_spans()[0].parent is None
+
+
+@pytest.fixture
+def choosy() -> Iterator[InMemorySpanExporter]:
+    """No trace is chosen, so what is sent is slow (5 s, by the times that tests give) or has an error."""
+    memory = InMemorySpanExporter()
+    tracing.install("test", SimpleSpanProcessor(memory), sending=Sending(ratio=0.0, slow_s=5.0))
+    yield memory
+    tracing.shutdown()
+
+
+def names(exporter: InMemorySpanExporter) -> list[str]:
+    return [s.name for s in exporter.get_finished_spans()]
+
+
+def test_what_no_ratio_chooses_is_not_sent(choosy: InMemorySpanExporter) -> None:
+    with tracing.span("kvstrata.acquire"), tracing.span("kvstrata.move"):
+        pass
+
+    assert names(choosy) == []
+
+
+def test_an_error_keeps_all_that_this_process_did_in_the_trace(choosy: InMemorySpanExporter) -> None:
+    with tracing.span("kvstrata.acquire"):
+        with tracing.span("kvstrata.directory"):
+            pass
+        with suppress(OSError), tracing.span("kvstrata.move"):
+            raise OSError("gone")
+    with tracing.span("kvstrata.acquire"):
+        pass
+
+    assert names(choosy) == ["kvstrata.directory", "kvstrata.move", "kvstrata.acquire"]
+
+
+def test_what_took_long_is_kept(choosy: InMemorySpanExporter) -> None:
+    tracer = trace.get_tracer("test", tracer_provider=tracing._state.provider)
+    slow, quick = tracer.start_span("slow", start_time=0), tracer.start_span("quick", start_time=0)
+    inner = tracer.start_span("inner", context=trace.set_span_in_context(slow), start_time=0)
+    inner.end(10)
+    slow.end(5_000_000_000)
+    quick.end(4_999_999_999)
+
+    assert names(choosy) == ["inner", "slow"]
+
+
+def test_what_ends_after_its_trace_is_decided_over_by_itself(exporter: InMemorySpanExporter) -> None:
+    with tracing.span("kvstrata.acquire"):
+        late = tracing.span("kvstrata.move")
+        late.__enter__()
+    late.__exit__(None, None, None)
+
+    assert sorted(names(exporter)) == ["kvstrata.acquire", "kvstrata.move"]
+
+
+def test_who_began_a_trace_without_sending_it_is_followed(exporter: InMemorySpanExporter) -> None:
+    unsent = "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
+    with tracing.span("kvstrata.acquire", parent=unsent):
+        pass
+    with suppress(OSError), tracing.span("kvstrata.lookup", parent=unsent):
+        raise OSError("gone")
+
+    assert names(exporter) == ["kvstrata.lookup"]
+
+
+def test_every_process_chooses_the_same_traces() -> None:
+    chosen = [tracing.Kept(0.25, 9e9), tracing.Kept(0.25, 9e9)]
+    ids = [Random(i).getrandbits(128) for i in range(400)]
+    sent = [[i for i in ids if kept.end(ended(i))] for kept in chosen]
+
+    assert sent[0] == sent[1]
+    assert 60 < len(sent[0]) < 140
+
+
+def ended(trace_id: int) -> ReadableSpan:
+    context = trace.SpanContext(trace_id, 1, is_remote=False, trace_flags=trace.TraceFlags(1))
+    return ReadableSpan("x", context, start_time=0, end_time=1)
+
+
+@pytest.mark.parametrize("ratio", ["-0.1", "1.1", "much", "nan"])
+def test_a_ratio_that_is_none_is_refused(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    tracing.add_arguments(parser)
+
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--trace-ratio", ratio])
+
+    assert f"--trace-ratio: invalid ratio value: '{ratio}'" in capsys.readouterr().err
+
+
 def test_an_error_is_recorded_and_goes_on(exporter: InMemorySpanExporter) -> None:
     with pytest.raises(OSError, match="gone"), tracing.span("kvstrata.move"):
         raise OSError("gone")
@@ -88,7 +209,7 @@ def test_log_lines_inside_a_span_name_it(exporter: InMemorySpanExporter) -> None
 
 
 def keywords_of(call: ast.Call) -> set[str]:
-    return {k.arg for k in call.keywords if k.arg}
+    return {k.arg for k in call.keywords if k.arg} - {"parent"}
 
 
 def span_of(item: ast.withitem) -> ast.Call | None:

@@ -40,6 +40,7 @@ from kvstrata_api.units import format_rounded
 from kvstrata_kube.certified import CertificateFiles
 from kvstrata_node import directories
 from kvstrata_telemetry import logs, tracing
+from kvstrata_telemetry.tracing import Sending
 
 PROGRAM: Final = "kvstrata up"
 POOL: Final = "local"
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status: 1 for a failure, 2 for wrong usage."""
     given = _parser().parse_args(arguments)
     logs.configure(given.log_level, "agent")
-    tracing.configure("agent", given.otlp_endpoint)
+    tracing.configure("agent", Sending.given(given))
     try:
         wanted = _wanted(given)
         if given.print:
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory-dir", type=Path, help="directory on a tmpfs, where memory tiers outlive the agent; default: none")
     add("--metrics-port", type=port_number, default=0, help="of 127.0.0.1; default: any free one")
     add("--ready-file", type=Path, help="written, as JSON, once engines are served")
-    add("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
+    tracing.add_arguments(parser)
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="default: %(default)s")
     return parser
 
@@ -279,7 +280,7 @@ def _config(wanted: _Wanted, given: argparse.Namespace) -> Config:
         requires_bound_tokens=False,
         kek_file=given.kek_file,
         ready_file=given.ready_file,
-        otlp_endpoint=given.otlp_endpoint,
+        sending=Sending.given(given),
         log_level=given.log_level,
     )
 

@@ -38,6 +38,7 @@ from kvstrata_metadata.store.records import (
 )
 from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
+from kvstrata_telemetry.tracing import span
 
 NOTES_MAX: Final = 65_536
 """Sessions that may wait; the oldest note of the scope that has most goes first, and the session's next turn writes it
@@ -244,9 +245,11 @@ class RedisDirectory:
         if not digests or store is None or not self.is_up or _now_s() < self._paused_until_s:
             return [_NOWHERE] * len(digests)
         try:
-            async with asyncio.timeout(2 * within_s):
-                found = await self._find(store, secret.tag(), digests, within_s)
-                await self._resolve(store, {c.incarnation for copies in found for c in copies}, within_s)
+            with span("kvstrata.directory", requested_blocks=len(digests)) as active:
+                async with asyncio.timeout(2 * within_s):
+                    found = await self._find(store, secret.tag(), digests, within_s)
+                    await self._resolve(store, {c.incarnation for copies in found for c in copies}, within_s)
+                active.set(hit_blocks=sum(1 for copies in found if copies))
         except (DirectoryAwayError, TimeoutError):
             self._paused_until_s = _now_s() + PAUSE_S
             self._announcer.doubt()

@@ -13,6 +13,7 @@ from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.connection import READ_AHEAD_BYTES, PeerTls, Stream, frame_within
 from kvstrata_api.blocks import LayoutId, ScopeId
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError, PermanentError, RetryableError
+from kvstrata_api.trace_context import traceparent
 
 CONNECT_TIMEOUT_S: Final = 2.0
 LIFE_S: Final = 300.0
@@ -96,7 +97,8 @@ class Link:
         tiers: tuple[str, ...] = (),
     ) -> wire.Lending:
         """Lease blocks of the incarnation `epoch`; one loan for each digest. We read `tiers` ourselves."""
-        question = wire.Lend(next(self._ids), scope, layout_id, b"".join(digests), lease_s, epoch, tiers)
+        place, joined = (scope, layout_id), b"".join(digests)
+        question = wire.Lend(next(self._ids), *place, joined, lease_s, epoch, tiers, traceparent())
         answer = await self._ask(question, wire.Lending)
         if len(answer.loans) != len(digests):
             raise AgentAwayError(f"owner answered {len(answer.loans)} loans to {len(digests)} keys")
@@ -107,7 +109,7 @@ class Link:
 
         Nothing more is written when this has returned, failed or been cancelled.
         """
-        question = wire.Pull(next(self._ids), tuple(targets))
+        question = wire.Pull(next(self._ids), tuple(targets), traceparent())
         self._targets[question.id] = targets
         try:
             await self._ask(question, wire.Done)

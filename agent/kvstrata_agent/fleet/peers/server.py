@@ -31,6 +31,7 @@ from kvstrata_api.trust import Identity
 from kvstrata_api.wire import Handover
 from kvstrata_kube.tasks import TaskSet
 from kvstrata_metadata.store.records import AgentRecord, Announcement
+from kvstrata_telemetry.tracing import span
 
 WAIT_S_MAX: Final = 10.0
 """Longest wait of one question."""
@@ -271,7 +272,9 @@ class _Conversation:
         is_ours = question.epoch in {0, self._me.epoch}
         lent: list[Lent | None] = [None] * len(keys)
         if is_ours:
-            lent = await self._lender.lend(keys, LayoutId(question.layout_id), lease_s, question.tiers)
+            with span("kvstrata.lend", parent=question.traceparent, requested_blocks=len(keys)) as active:
+                lent = await self._lender.lend(keys, LayoutId(question.layout_id), lease_s, question.tiers)
+                active.set(hit_blocks=sum(one is not None for one in lent))
         leases = tuple(one.lease for one in lent if one)
         self._lent |= {one.lease: one for one in lent if one}
         if not self._stream.is_open:
@@ -286,13 +289,14 @@ class _Conversation:
         await self._stream.send(wire.Lending(question.id, generation, loans))
 
     async def _send_blocks(self, question: wire.Pull) -> None:
-        for lease in question.leases:
-            offset = 0
-            # Looked up for each chunk: the lease may end meanwhile, and then its memory is somebody else's.
-            while (lent := self._lent.get(lease)) and offset < len(lent.view):
-                with lent.view[offset : offset + wire.CHUNK_BYTES_MAX] as part:
-                    await self._stream.send(wire.Chunk(question.id, lease, offset, len(part)), part)
-                    offset += len(part)
+        with span("kvstrata.send", parent=question.traceparent, blocks=len(question.leases)):
+            for lease in question.leases:
+                offset = 0
+                # Looked up for each chunk: the lease may end meanwhile, and then its memory is somebody else's.
+                while (lent := self._lent.get(lease)) and offset < len(lent.view):
+                    with lent.view[offset : offset + wire.CHUNK_BYTES_MAX] as part:
+                        await self._stream.send(wire.Chunk(question.id, lease, offset, len(part)), part)
+                        offset += len(part)
         await self._stream.send(wire.Done(question.id))
 
     def _end(self, leases: tuple[int, ...]) -> None:

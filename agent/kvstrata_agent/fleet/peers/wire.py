@@ -11,6 +11,7 @@ import msgspec
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.trace_context import TRACEPARENT_CHARS
 from kvstrata_api.wire import HANDOVER_CHARS_MAX, Seconds
 
 PROTOCOL_VERSION: Final = 1
@@ -78,6 +79,8 @@ class Lend(Message, frozen=True, array_like=True, tag=True):
     """Of the incarnation that is believed to hold them: another one lends nothing. 0: whoever answers."""
     tiers: tuple[str, ...] = ()
     """Shared tiers that the asking agent can read by itself."""
+    traceparent: str = ""
+    """Span of the asking agent (`kvstrata_api.trace_context`); the owner's are its children."""
 
 
 class ReadAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -119,6 +122,8 @@ class Pull(Message, frozen=True, array_like=True, tag=True):
     """Send the bytes of leased blocks over this connection."""
 
     leases: tuple[int, ...]
+    traceparent: str = ""
+    """As in `Lend`."""
 
 
 class Chunk(Message, frozen=True, array_like=True, tag=True):
@@ -256,6 +261,8 @@ def decode_question(body: bytes) -> Question:
         _check_keys(question)
     if isinstance(question, Lend):
         _check_tiers(question)
+    if isinstance(question, Lend | Pull) and len(question.traceparent) > TRACEPARENT_CHARS:
+        raise InvalidInputError(f"traceparent of {len(question.traceparent)} characters, limit {TRACEPARENT_CHARS}")
     if isinstance(question, Follow):
         _check_progress(question)
     if isinstance(question, Trace):

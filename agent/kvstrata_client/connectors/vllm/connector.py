@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.trace_context import HEADER
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.vllm.engine import (
@@ -333,7 +334,8 @@ class _Scheduler:
                 _log.warning("kvstrata keeps nothing of requests with prompt embeddings, or an adapter it cannot read")
             return
         hints = self._hints(request)
-        self.planner.begin(request, variant, hints.session)
+        headers = getattr(request, "trace_headers", None) or {}
+        self.planner.begin(request, variant, hints.session, headers.get(HEADER, ""))
         if self.events is not None and not self.events.media:
             self._note(self._read_media)
         client, name = self._client, hints.session

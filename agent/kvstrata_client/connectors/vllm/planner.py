@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata_api.trace_context import passed_on
 from kvstrata_client.connectors.vllm.events import EventBook, HashedRequest
 from kvstrata_client.verbs.results import Located
 
@@ -59,6 +60,8 @@ class Fetch:
     first_block: int
     stop_block: int
     deadline_s: float
+    traceparent: str = ""
+    """Span that the request came with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Save:
     tables: Tables
     number: int = 0
     """By which workers report its end; 0: nobody asks."""
+    traceparent: str = ""
+    """Span that the request came with."""
 
 
 @dataclass(slots=True)
@@ -126,6 +131,8 @@ class _Tracked:
     request: RequestView
     variant: str
     session: str
+    traceparent: str = ""
+    """Span that it came with."""
     tokens: Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
     tables: list[list[int]] = field(default_factory=list)
     saved_blocks: int = 0
@@ -189,9 +196,9 @@ class Planner:
         self._prefills: deque[float] = deque(maxlen=PREFILLS)
         """Tokens a second of prompts, from the begin of the first step to the first token that is known."""
 
-    def begin(self, request: RequestView, variant: str, session: str = "") -> None:
+    def begin(self, request: RequestView, variant: str, session: str = "", traceparent: str = "") -> None:
         """Track a new request. Those that are not tracked are neither loaded nor saved."""
-        self._requests[request.request_id] = _Tracked(request, variant, session)
+        self._requests[request.request_id] = _Tracked(request, variant, session, traceparent)
         if self._events is not None:
             self._events.begin(request.request_id)
 
@@ -345,7 +352,8 @@ class Planner:
             return 0
         if now_s >= tracked.located_at_s + LOOKED_UP_S:
             is_first = tracked.located_at_s == float("-inf")
-            tracked.located = self._lookup(tracked.tokens, tracked.variant, tracked.session, most)
+            with passed_on(tracked.traceparent):
+                tracked.located = self._lookup(tracked.tokens, tracked.variant, tracked.session, most)
             tracked.located_at_s = now_s
             if is_first:
                 tracked.saved_blocks = tracked.located.blocks
@@ -358,8 +366,8 @@ class Planner:
         key = _digest(tracked.variant, tracked.tokens[: stop * limits.block_tokens])
         staged = self._by_key.get(key)
         if staged is None or staged.what.first_block > first:
-            tokens = tracked.tokens
-            what = Fetch(next(self._numbers), tokens, tracked.variant, tracked.session, first, stop, limits.deadline_s)
+            prompt, trace = (tracked.tokens, tracked.variant, tracked.session), tracked.traceparent
+            what = Fetch(next(self._numbers), *prompt, first, stop, limits.deadline_s, trace)
             staged = _Staged(what, key, now_s + SLACK * limits.deadline_s, set())
             self._staged[what.fetch] = self._by_key[key] = staged
             self._plan.fetches.append(what)
@@ -420,7 +428,8 @@ class Planner:
         used = -(-full // self._page_blocks)
         tables = tuple(tuple(table[:used]) for table in tracked.tables)
         number = self._events.saving(tracked.request, first, full) if self._events is not None else 0
-        self._plan.saves.append(Save(tracked.tokens, tracked.variant, tracked.session, first, full, tables, number))
+        prompt, trace = (tracked.tokens, tracked.variant, tracked.session), tracked.traceparent
+        self._plan.saves.append(Save(*prompt, first, full, tables, number, trace))
 
 
 def _begun(variant: str) -> Any:

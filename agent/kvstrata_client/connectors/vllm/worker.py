@@ -17,6 +17,7 @@ import torch
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.trace_context import passed_on
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.paged import BITS, CudaWork, DeviceWork, HostWork, PagedKv, TokenRows, Wait
@@ -267,14 +268,15 @@ class Worker:
             size_bytes = (fetch.stop_block - fetch.first_block) * self._client.target.layout.block_bytes
             if self._client.is_attached and self._take(fetch.fetch, size_bytes):
                 rows = self._pages.staging(fetch.stop_block - fetch.first_block)
-                loaded = PrefixCache(self._client, variant=fetch.variant).load(
-                    fetch.tokens,
-                    rows.numpy(),
-                    session=fetch.session,
-                    deadline_s=fetch.deadline_s,
-                    blocks_max=fetch.stop_block,
-                    first_block=fetch.first_block,
-                )
+                with passed_on(fetch.traceparent):
+                    loaded = PrefixCache(self._client, variant=fetch.variant).load(
+                        fetch.tokens,
+                        rows.numpy(),
+                        session=fetch.session,
+                        deadline_s=fetch.deadline_s,
+                        blocks_max=fetch.stop_block,
+                        first_block=fetch.first_block,
+                    )
                 blocks, sources = loaded.blocks, loaded.sources
         except Exception:  # noqa: BLE001  A thread's root: whatever it was, the engine goes on without.
             _log.exception("a fetch failed; the request is computed")
@@ -340,7 +342,8 @@ class Worker:
         try:
             wait()
             cache = PrefixCache(self._client, variant=save.variant)
-            stored = cache.store(save.tokens, rows.numpy(), first_block=blocks.start, session=save.session)
+            with passed_on(save.traceparent):
+                stored = cache.store(save.tokens, rows.numpy(), first_block=blocks.start, session=save.session)
             self.saved_blocks += stored.published + stored.existed
             self.dropped_blocks += stored.refused
             is_whole = stored.reached_blocks >= save.stop_block

@@ -1,0 +1,139 @@
+"""One request is one trace: from an engine's process, over the socket, through the agent, to a real OTLP receiver."""
+
+import json
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from support.agent.standalone import Up, pool
+from support.runner.alone import environment
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+ENGINE = """
+import sys
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from kvstrata import NO_TOKEN, Client, PrefixCache, Target
+from support.agent.standalone import LAYOUT, POOL, content, tokens
+
+provider = TracerProvider(resource=Resource.create({"service.name": "engine"}))
+provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=sys.argv[2])))
+if sys.argv[3] == "traced":
+    trace.set_tracer_provider(provider)
+with Client.attach(Target(sys.argv[1], POOL, NO_TOKEN, LAYOUT), strict=True, wait_s=60) as client:
+    cache = PrefixCache(client)
+    with provider.get_tracer("engine").start_as_current_span("request"):
+        stored = cache.store(tokens(1), content(1))
+        loaded = cache.load(tokens(1), session="s")
+        absent = cache.load(tokens(2))
+assert (stored.published, loaded.blocks, absent.blocks) == (12, 12, 0)
+provider.shutdown()
+"""
+
+
+@dataclass
+class Receiver:
+    """Keeps the spans that were sent, by the service that sent them."""
+
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    url: str = ""
+
+    def take(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            (name,) = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
+            for scope in resource.scope_spans:
+                self.spans.setdefault(name, []).extend(scope.spans)
+
+    def named(self, service: str, name: str) -> list[Span]:
+        return [s for s in self.spans.get(service, []) if s.name == name]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    received = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.take(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *_: object) -> None:  # noqa: A002  The base class's name.
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    received.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield received
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def up(tmp_path: Path, receiver: Receiver) -> Iterator[Up]:
+    with Up(tmp_path, ("--otlp-endpoint", receiver.url)) as one:
+        one.declare(pool())
+        one.start()
+        yield one
+
+
+def run_engine(up: Up, receiver: Receiver, how: str) -> str:
+    """Have an engine do its work, and end; returns the lines of the agent's metrics that name a trace."""
+    command = [sys.executable, "-c", ENGINE, str(up.socket), receiver.url, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = exemplars(up)
+    assert up.stop() == 0  # What an agent has not sent yet it sends when it ends.
+    return shown
+
+
+def exemplars(up: Up) -> str:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    address = json.loads(up.ready_file.read_text())["metrics"]
+    with urllib.request.urlopen(urllib.request.Request(f"http://{address}/metrics", headers=accept), timeout=30) as got:
+        return "\n".join(line for line in got.read().decode().splitlines() if "trace_id" in line)
+
+
+def attributes(span: Span) -> dict[str, str | int]:
+    return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+
+
+def test_an_engine_that_is_traced_has_the_agents_part_in_its_trace(up: Up, receiver: Receiver) -> None:
+    shown = run_engine(up, receiver, "traced")
+
+    (request,) = receiver.named("engine", "request")
+    hit, missed = sorted(receiver.named("engine", "kvstrata.client.load"), key=lambda s: s.start_time_unix_nano)
+    (stored,) = receiver.named("engine", "kvstrata.client.store")
+    agents = receiver.spans["kvstrata-agent"]
+    assert {s.parent_span_id for s in (hit, missed, stored)} == {request.span_id}
+    assert {s.trace_id for s in agents if s.name.startswith("kvstrata.") and s.parent_span_id} == {request.trace_id}
+    assert hit.span_id in {s.parent_span_id for s in agents if s.name == "kvstrata.acquire"}
+    assert stored.span_id in {s.parent_span_id for s in agents if s.name == "kvstrata.lookup"}
+    assert attributes(hit) == {"session.id": "s", "kvcache.requested_blocks": 12, "kvcache.hit_blocks": 12}
+    assert attributes(missed)["kvcache.hit_blocks"] == 0
+    of_acquire = [line for line in shown.splitlines() if 'verb="acquire"' in line]
+    assert f'# {{trace_id="{request.trace_id.hex()}"}}' in of_acquire[0]
+
+
+def test_an_engine_that_has_a_span_and_no_tracer_for_all_is_the_parent_itself(up: Up, receiver: Receiver) -> None:
+    run_engine(up, receiver, "by itself")
+
+    (request,) = receiver.named("engine", "request")
+    assert [s.name for s in receiver.spans["engine"]] == ["request"]
+    assert request.span_id in {s.parent_span_id for s in receiver.named("kvstrata-agent", "kvstrata.acquire")}
