@@ -170,6 +170,14 @@ FULL: Final = Row("Is it full?", (
             Query(rate("kvstrata_object_refused_total", "node, tier", TIER), "refused a second: {{node}} {{tier}}"),
         ), CALM, 8,
     ),
+    Panel(
+        "Kept by cost", "Blocks that left memory and were not worth a write; copies of other agents' blocks, by event.",
+        Form.LINES, Unit.PER_SECOND,
+        (
+            Query(rate("kvstrata_declined_writes_total", "tier", TIER), "not written on leaving {{tier}}"),
+            Query(rate("kvstrata_replicas_total", "event", NODE), "copies of others' blocks: {{event}}"),
+        ), CALM, 16,
+    ),
 ))  # fmt: skip
 
 SLOW: Final = Row("Is it slow?", (
