@@ -242,7 +242,7 @@ class Returns:
         chance = self.write_chance(entry)
         if chance is not None and not self._admission.takes(chance):
             return "it is unlikely to return"
-        is_expected = bool(entry.followers) and self._reported(entry.followers, self._node.clock()) > 0.0
+        is_expected = self._reported(entry.followers or (), self._node.clock()) > 0.0
         is_suspect = entry.tenant in self._node.signs.polluters and is_unread(entry) and not is_expected
         if is_suspect and entry.digest[-1] % TRIED_EVERY:
             return "hardly any of its tenant's blocks is ever read"
