@@ -164,9 +164,9 @@ def _once_and_again(rounds: int = 1500) -> Trace:
 def test_what_never_comes_again_is_hardly_written_to_flash() -> None:
     cell = flash.measure(_once_and_again(), 1)
 
-    assert cell.flows[flash.OURS].written < cell.flows[flash.ALL].written / 2
-    assert cell.spared(flash.OURS) >= 10
-    assert cell.lost_points(flash.OURS) <= flash.LOSS_POINTS
+    assert cell.flows[flash.OURS].written < cell.flows[flash.ALL].written / 1.5
+    assert cell.spared(flash.OURS) >= 8
+    assert cell.lost_points(flash.OURS) <= flash.LOSS_POINTS / 2
 
 
 @pytest.mark.parametrize("size_percent", [1, 10])
