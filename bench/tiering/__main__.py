@@ -9,6 +9,8 @@ of leaf-LRU tiers, and a cascade with fixed times to live. The limit has all blo
 Arrivals are those of the trace, faster: a load is the rate of its middle 80 % over what the engine alone (A), or the
 engine with the cascade (C), computes when everything waits. Sizes of tiers are the machine's for each GPU, scaled so
 that HBM holds `--hbm-percent` of a trace's different blocks. The machine is that of bench/tiering/machine.py.
+
+Besides, without queues: what is written to flash behind a memory of 1, 5, 10 and 25 %, see bench/tiering/flash.py.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Final
 from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.policy.synthetic import synthetic
+from bench.tiering import flash
 from bench.tiering.machine import GIGABYTE, TIERS, Engine, Machine
 from bench.tiering.simulation import MakeTiers, Outcome, Simulation
 from bench.tiering.tiers import FixedTtl, Ours, Tiers, WriteThrough
@@ -43,6 +46,11 @@ TTL_S: Final = (300.0, 300.0, 3600.0, 3600.0)
 GOAL_S: Final = 30.0
 """Bound on the time to the first token that Mooncake was operated with (2407.00079)."""
 SEARCH_STEPS: Final = 7
+FLASH_HEADER: Final = (
+    "trace", "memory", "write-through", "cascade", "ours, all", "ours", "ours, engine", "limit", "x fewer",
+)  # fmt: skip
+"""Blocks written / read again, and hits in percent. Last how many times fewer are written for each one read again: than
+by write-through, than where all that leaves memory by ours is written, and what is possible."""
 ALONE: Final = "engine alone"
 CASCADE: Final = "LRU cascade"
 OURS: Final = "ours"
@@ -219,12 +227,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(header, [_line(cell, names) for cell in cells]))
     for work in works:
         _tell_sessions(work, values, given.goal_s)
+    spared = [flash.measure(work.trace, percent) for work in works for percent in flash.MEMORY_PERCENT]
+    print(table(FLASH_HEADER, [_flash_line(cell) for cell in spared]))
+    for spared_cell in spared:
+        for name, flow in spared_cell.flows.items():
+            key = f"{spared_cell.trace} {spared_cell.memory_percent}% flash, {name}"
+            values |= {f"{key}, written blocks": flow.written, f"{key}, read blocks": flow.read}
+            values[f"{key}, hits %"] = flow.hit_percent
+    values |= flash.summary(spared)
     found = summary(cells)
     for cell in cells:
         values[f"{cell.trace} {cell.load} p99_ttft_vs_best_peer"] = cell.vs_best
     versions = {"kvstrata": __version__, "peers": "re-implemented"}
     publish(Result("tiering", given.quick or given.tiny, versions, {}, found | values), given.json)
     return 0
+
+
+def _flash_line(cell: flash.Cell) -> tuple[str, ...]:
+    flows = (f"{f.written} / {f.read}, {f.hit_percent:.2f}" for f in cell.flows.values())
+    ratios = (
+        f"{cell.spared(flash.OURS):.1f}, {cell.spared(flash.OURS, flash.ALL):.1f} of {cell.spared(flash.LIMIT):.1f}"
+    )
+    return (cell.trace, f"{cell.memory_percent} %", *flows, ratios)
 
 
 def _tell_sessions(work: Workload, values: dict[str, float], goal_s: float) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, MarkTable, Victims
 from kvstrata_agent.policy.placement import Price, TierFacts, by_reuse_interval
 from kvstrata_agent.replay.cache import Cache, LeafLru, Policy
@@ -90,21 +91,29 @@ class Tiers:
 
     def leave(self, tier: int, run: int, blocks: int) -> None:
         """Blocks of a leaf leave a level for a slower tier that takes them, or for good."""
-        kept, target = self.levels[tier].held[run] - blocks, self.target(tier, run)
+        target = self.target(tier, run)
         while target < len(self.levels) and not self.keep(target, run, blocks):
             target += 1
+        self.drop(tier, target, run, blocks)
+
+    def drop(self, tier: int, target: int, run: int, blocks: int) -> None:
+        """Take blocks that leave a level out of all that are faster than `target`."""
+        kept = self.levels[tier].held[run] - blocks
         for level in reversed(range(target)):
             self.cut(level, run, kept)
 
     def keep(self, tier: int, run: int, blocks: int) -> bool:
         """Have blocks that leave a faster tier in this one: those that were not there are written."""
-        stored, level = self.stored[tier], self.levels[tier]
-        copies = stored[run] - (level.held[run] - self.levels[tier - 1].held[run])
-        missing = blocks - min(blocks, max(0, copies))
+        missing = self.missing(tier, run, blocks)
         if missing and not self.write(tier, missing):
             return False
-        stored[run] += missing
+        self.stored[tier][run] += missing
         return True
+
+    def missing(self, tier: int, run: int, blocks: int) -> int:
+        """Blocks, of those that leave a faster tier, that this one has no copy of."""
+        copies = self.stored[tier][run] - (self.levels[tier].held[run] - self.levels[tier - 1].held[run])
+        return blocks - min(blocks, max(0, copies))
 
     def target(self, tier: int, run: int) -> int:
         """Tier that a run goes to when it leaves one; the count of tiers for none."""
@@ -219,11 +228,23 @@ class _Least:
 class Ours(Tiers):
     """The agent's own: what is worth least leaves, for the tier where it is still likely there when it returns."""
 
-    def __init__(self, trace: Trace, capacities: Sequence[int], write: Write, hints: Hints = Hints.NONE) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        capacities: Sequence[int],
+        write: Write,
+        hints: Hints = Hints.NONE,
+        *,
+        memories: int = 2,
+        has_admission: bool = True,
+    ) -> None:
+        """The first so many tiers are memory; without admission everything is written to the others."""
         self._facts = facts(trace, hints)
+        self._memories = memories
         self._table: MarkTable[int] = MarkTable()
         self.reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
         self._prices = [Price() for _ in capacities]
+        self.admission: WriteAdmission[int] | None = WriteAdmission() if has_admission else None
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write)
 
@@ -235,7 +256,10 @@ class Ours(Tiers):
         """Learn from it."""
         super().asked(number, path, now_s)
         lengths = self.levels[0].lengths
-        self.reuse.begin(path, [lengths[run] for run in path], self._facts[number], now_s)
+        sizes = [lengths[run] for run in path]
+        if self.admission is not None:
+            self.admission.asked(path, sum(sizes))
+        self.reuse.begin(path, sizes, self._facts[number], now_s)
 
     def target(self, tier: int, run: int) -> int:
         """By the reuse interval."""
@@ -243,6 +267,20 @@ class Ours(Tiers):
             return tier + 1
         found = by_reuse_interval([self._facts_of(i) for i in range(len(self.levels))], tier, self.worth(run)).target
         return tier + 1 if found is None else int(found)
+
+    def _declined(self, tier: int, run: int, blocks: int) -> int:
+        """Blocks of those leaving for a tier that are not worth a write, at their tail.
+
+        Memory takes anything; other media what is likely to return, and what is continued by blocks that are there.
+        """
+        missing = self.missing(tier, run, blocks) if self._memories <= tier < len(self.levels) else 0
+        if self.admission is None or not missing:
+            return 0
+        chance = self.reuse.return_chance(run, self._table.marks.get(run, UNMARKED), self.now_s)
+        if chance is None:
+            return 0
+        self.admission.offered(run, missing, chance)
+        return 0 if self.admission.takes(chance) or not self.levels[tier].is_leaf(run) else missing
 
     def _facts_of(self, tier: int) -> TierFacts:
         level = self.levels[tier]
@@ -252,7 +290,11 @@ class Ours(Tiers):
     def leave(self, tier: int, run: int, blocks: int) -> None:
         """What it is worth is the price of a place in the tier."""
         self._prices[tier].paid(self.worth(run))
-        super().leave(tier, run, blocks)
+        declined = self._declined(self.target(tier, run), run, blocks)
+        if declined:
+            self.drop(tier, len(self.levels), run, declined)
+        if blocks > declined:
+            super().leave(tier, run, blocks - declined)
 
     def worth(self, run: int) -> float:
         """Of a run's blocks."""

@@ -58,6 +58,30 @@ AGENT: Final = (
         ("pool", "node", "tier", "device"),
     ),
     Metric(
+        "kvstrata_device_written_bytes_total", Kind.COUNTER,
+        "Bytes of blocks written to a device, by which it wears; of tiers over several devices.",
+        ("pool", "node", "tier", "device"),
+    ),
+    Metric(
+        "kvstrata_tier_written_bytes_total", Kind.COUNTER,
+        "Bytes of blocks copied into a tier, after compression; what engines write themselves is not among them.",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
+        "kvstrata_declined_writes_total", Kind.COUNTER,
+        "Blocks that left memory, by the tier that they left, and were too unlikely to return to be written.",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
+        "kvstrata_declined_bytes_total", Kind.COUNTER, "Bytes of `kvstrata_declined_writes_total`.",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
+        "kvstrata_replicas_total", Kind.COUNTER,
+        "Blocks that readers fetched from other agents, which keep them too, by event (fetched, left this node).",
+        ("pool", "node", "event"),
+    ),
+    Metric(
         "kvstrata_object_requests_max", Kind.GAUGE, "Requests that an object store gets at once.",
         ("pool", "node", "tier"),
     ),

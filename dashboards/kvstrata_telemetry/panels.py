@@ -525,14 +525,26 @@ POLICY: Final = Board(
     )),
     Row("Does it wear anything out?", "nodes", (
         Panel(
-            "Bytes written to each tier", "By moves, before compression: what wears flash. Engines write to memory.",
-            Form.STACK, Unit.BYTES_PER_SECOND,
-            (Query(rate("kvstrata_moved_bytes_total", "target"), "{{target}}"),), CALM, 8,
+            "Wear", "Bytes written to each tier and each device, and spared because they were unlikely to return.",
+            Form.LINES, Unit.BYTES_PER_SECOND,
+            (
+                Query(rate("kvstrata_tier_written_bytes_total", "tier", TIER), "{{tier}}"),
+                Query(rate("kvstrata_device_written_bytes_total", "device", TIER), "{{device}}"),
+                Query(rate("kvstrata_declined_bytes_total", "tier", TIER), "spared on leaving {{tier}}"),
+            ), CALM, 6,
+        ),
+        Panel(
+            "Kept by cost", "Blocks not worth a write when they left; copies of other agents' blocks, by event.",
+            Form.LINES, Unit.PER_SECOND,
+            (
+                Query(rate("kvstrata_declined_writes_total", "tier", TIER), "not written on leaving {{tier}}"),
+                Query(rate("kvstrata_replicas_total", "event"), "copies of others' blocks: {{event}}"),
+            ), CALM, 6, deeper="tiers",
         ),
         Panel(
             "Bytes read from each tier", "By moves, before compression: what was written is worth it when it is read.",
             Form.STACK, Unit.BYTES_PER_SECOND,
-            (Query(rate("kvstrata_moved_bytes_total", "source"), "{{source}}"),), CALM, 8,
+            (Query(rate("kvstrata_moved_bytes_total", "source"), "{{source}}"),), CALM, 6,
         ),
         Panel(
             "Demand on object stores", "Requests at once, and refused ones: a store that refuses gets fewer.",
@@ -540,7 +552,7 @@ POLICY: Final = Board(
             (
                 Query(f"sum by (node, tier) (kvstrata_object_requests_max{{{TIER}}})", "at once: {{node}} {{tier}}"),
                 Query(rate("kvstrata_object_refused_total", "node, tier", TIER), "refused a second: {{node}} {{tier}}"),
-            ), CALM, 8,
+            ), CALM, 6,
         ),
     )),
 ))  # fmt: skip

@@ -153,6 +153,8 @@ class Sweeper:
                 names = {"tier": tier.name, "device": device.name}
                 counters.set("kvstrata_device_up", float(not device.error), **names)
                 counters.set("kvstrata_device_used_bytes", device.used_bytes, **names)
+                self._show_written("kvstrata_device_written_bytes_total", tier, device.written_bytes, device.name)
+            self._show_written("kvstrata_tier_written_bytes_total", tier, tier.stored_bytes_written)
             paced = tier.backend.paced
             if paced is not None:
                 counters.set("kvstrata_object_requests_max", paced.requests_max, tier=tier.name)
@@ -193,6 +195,13 @@ class Sweeper:
                 counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
                 counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
                 counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)
+
+    def _show_written(self, name: str, tier: Tier, written_bytes: int, device: str = "") -> None:
+        """Add what was written since the last look; a medium wears by it."""
+        told = tier.told_bytes_written
+        labels = {"tier": tier.name} | ({"device": device} if device else {})
+        self._node.counters.add(name, written_bytes - told.get(device, 0), **labels)
+        told[device] = written_bytes
 
     def _show_tenants(self) -> None:
         shown = {(t.name, tenant): used for t in self._node.tiers for tenant, used in t.tenant_bytes.items()}

@@ -362,6 +362,8 @@ class Device(msgspec.Struct, frozen=True, gc=False):
     used_bytes: int
     error: str
     """Why it takes no blocks; empty when it does."""
+    written_bytes: int = 0
+    """Blocks' bytes written to it since the agent started."""
 
 
 class StripedBackend(TierBackend, Protocol):

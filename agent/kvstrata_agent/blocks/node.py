@@ -24,7 +24,7 @@ from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
-from kvstrata_agent.policy.placement import by_reuse_interval, next_lower
+from kvstrata_agent.policy.placement import Placement, by_reuse_interval, next_lower
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.regret import Regret, Regrets
 from kvstrata_kube.signal import Signal
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
-    from kvstrata_agent.policy.placement import Placement, TierFacts
+    from kvstrata_agent.policy.placement import TierFacts
     from kvstrata_agent.policy.recompute import EngineLoad
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
@@ -226,12 +226,21 @@ class Node:
         """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""
         return next_lower([t.facts(self.clock()) for t in self.tiers], level, must_survive=must_survive)
 
-    def placement_of(self, entry: Entry, level: int) -> Placement:
-        """Where this block goes that leaves a tier of that level."""
+    def placement_of(self, entry: Entry, level: int, *, may_decline: bool = False) -> Placement:
+        """Where this block goes that leaves a tier of that level; nowhere if it `may_decline` a write not worth it."""
         if self.is_draining or self.spec.policy.placement.type == "Cascade":
             return self.placement_below(level, must_survive=self.is_draining)
         uses_per_s, *_ = self.returns.worth(entry)
-        return by_reuse_interval([self.facts_of(t) for t in self.tiers], level, uses_per_s)
+        placement = by_reuse_interval([self.facts_of(t) for t in self.tiers], level, uses_per_s)
+        if may_decline and self.takes_for_good(placement.target) and (why := self.returns.declined(entry)):
+            return Placement(None, f"{placement.target} is spared the write: {why}", is_declined=True)
+        return placement
+
+    def takes_for_good(self, name: str | None) -> bool:
+        """True for a tier that a write costs something, where the pool leaves it to us what is admitted: no memory."""
+        tier = self.tier(name) if name is not None else None
+        is_costly = tier is not None and not tier.backend.capabilities.is_memory
+        return is_costly and self.spec.policy.admission.type == "Auto"
 
     def facts_of(self, tier: Tier) -> TierFacts:
         """What a placement may know of a tier: up to the low watermark it has room."""

@@ -9,7 +9,12 @@ import math
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.blocks.signs import is_unread
+from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.pathology import TRIED_EVERY
+from kvstrata_agent.policy.placement import Replica
 from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
@@ -35,6 +40,10 @@ HOT_MAX: Final = 256
 """Chains of late that may be raised to a tier faster than the memory which engines map: a millisecond to judge."""
 SET_BACK: Final = -1.0
 """Worth of what its session will not need again, or whose uses an earlier run took along."""
+REPLICAS_MAX: Final = 65_536
+"""Blocks that came from other agents, of which that is remembered: 15 MB."""
+REPLICA_S: Final = 300.0
+"""For so long the copy that a block was fetched from is believed to be there: what counts for less may leave."""
 TRUST: Final = 0.5
 """Chance that an engine's word on a return comes true. What it means for whole classes of requests is learned."""
 
@@ -89,6 +98,8 @@ class Returns:
         self._node = node
         self._marks = _Marks(node.index)
         self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
+        self._admission: WriteAdmission[bytes] = WriteAdmission()
+        self._replicas: dict[bytes, Replica] = {}
         self._recent: dict[bytes, float] = {}
         """When the chains that end so were asked for last, the latest one last."""
         self._ends: dict[bytes, ScopeId] = {}
@@ -116,6 +127,7 @@ class Returns:
         if now_s - before_s < SAME_USE_S:
             return
         self._note_end(scope, digests)
+        self._admission.asked(digests, len(digests))
         self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
         self._reuse.begin(digests, None, facts, now_s)
@@ -192,10 +204,62 @@ class Returns:
             worth = self._reuse.times.overall(idle_s)
         if entry.followers:
             worth = max(worth, self._reported(entry.followers, now_s))
+        if self._replicas and (replica := self.replica_of(entry)) is not None:
+            worth *= replica.part
         priority = entry.priority
         if priority is PriorityClass.STANDARD:
             return worth, used_at_s, entry.born_s
         return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
+
+    def replicated(self, entries: Sequence[Entry], fetch_s: float, compute_s: float) -> None:
+        """Blocks have come from another agent that keeps them; fetching and computing one of them takes so long."""
+        replica = Replica(fetch_s, compute_s, self._node.clock() + REPLICA_S)
+        for entry in entries:
+            self._replicas.pop(entry.digest, None)
+            self._replicas[entry.digest] = replica
+        while len(self._replicas) > REPLICAS_MAX:
+            del self._replicas[next(iter(self._replicas))]
+
+    def replica_of(self, entry: Entry) -> Replica | None:
+        """What is known of another agent's copy of a block; None where there is none, or none is believed in."""
+        replica = self._replicas.get(entry.digest)
+        return replica if replica is not None and self._node.clock() < replica.until_s else None
+
+    def write_chance(self, entry: Entry) -> float | None:
+        """Chance of a return by which a block that leaves memory is written; None where nothing tells."""
+        if not self.are_followed or not entry.mark:
+            return None
+        now_s = self._node.clock()
+        chance = self._reuse.return_chance(entry.digest, entry.mark, now_s, now_s - max(entry.used_at_s, entry.born_s))
+        if chance is None:
+            return None
+        if entry.followers and self._reported(entry.followers, now_s) > 0.0:
+            chance = max(chance, TRUST)
+        replica = self.replica_of(entry)
+        return min(1.0, chance * entry.priority.factor) * (replica.part if replica is not None else 1.0)
+
+    def declined(self, entry: Entry) -> str:
+        """Why a block is not worth a write to a medium that wears or bills; empty for one that is.
+
+        What blocks in slower tiers continue always is: without it they are lost.
+        """
+        index = self._node.index
+        if index.blockers(entry, TIERS_MAX - 1) > index.blockers(entry, entry.level):
+            return ""
+        chance = self.write_chance(entry)
+        if chance is not None and not self._admission.takes(chance):
+            return "it is unlikely to return"
+        is_expected = self._reported(entry.followers or (), self._node.clock()) > 0.0
+        is_suspect = entry.tenant in self._node.signs.polluters and is_unread(entry) and not is_expected
+        if is_suspect and entry.digest[-1] % TRIED_EVERY:
+            return "hardly any of its tenant's blocks is ever read"
+        return ""
+
+    def offered(self, entry: Entry) -> None:
+        """A block leaves memory for such a medium, or is declined."""
+        chance = self.write_chance(entry)
+        if chance is not None:
+            self._admission.offered(entry.digest, 1, chance)
 
     def explain(self, entry: Entry) -> dict[str, Any]:
         """Why a block leaves before others or after them."""
@@ -208,7 +272,18 @@ class Returns:
             why = "its session is over, or its window has passed it; or it is of an earlier run"
             return known | {"reason": f"first to leave: {why}"}
         uses_per_s = worth / entry.priority.factor
+        if (replica := self.replica_of(entry)) is not None:
+            uses_per_s /= max(replica.part, 1e-9)
+            known |= {"replica": self._explained(entry, replica, worth)}
         return known | {"worth": worth, "uses_per_s": uses_per_s} | self._reuse.explain(entry.digest, entry.mark)
+
+    def _explained(self, entry: Entry, replica: Replica, worth: float) -> dict[str, Any]:
+        """Whether a copy of what another agent has pays for its place."""
+        tier = entry.residences[0].tier if entry.residences else None
+        price_per_s = self._node.facts_of(tier).price_per_s if tier is not None else 0.0
+        choice = "locality: it stays" if worth >= price_per_s else "dedup: the other agent's copy is enough"
+        costs = {"fetch_s": replica.fetch_s, "compute_s": replica.compute_s, "part_of_worth": replica.part}
+        return costs | {"price_per_s": price_per_s, "choice": choice}
 
     def _reported(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
         """What engines' words on the return of sessions make a head worth; words expire with the return."""

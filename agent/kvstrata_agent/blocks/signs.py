@@ -6,7 +6,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.history import What
-from kvstrata_agent.policy.pathology import EARLY_S, Finding, Sign, findings, is_prefetch_damped, is_read_in_place
+from kvstrata_agent.policy.pathology import (
+    EARLY_S,
+    Finding,
+    Sign,
+    findings,
+    is_prefetch_damped,
+    is_probed,
+    is_read_in_place,
+    polluters,
+)
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 
 if TYPE_CHECKING:
@@ -43,11 +52,16 @@ class Signs:
         """When blocks came up and why, the latest last; by digest, because entries come and go."""
         self._now: Counter[Sign] = Counter()
         self._before: Counter[Sign] = Counter()
+        self._gone_now: Counter[tuple[str, Sign]] = Counter()
+        self._gone_before: Counter[tuple[str, Sign]] = Counter()
+        """`GONE` and `UNREAD` by tenant."""
         self._uncounted: Counter[Sign] = Counter()
         """What is not in Prometheus' counters yet: once a second is cheaper than for each block."""
         self._since_s = clock()
         self.found: tuple[Finding, ...] = ()
         """Rules that held when that was last judged."""
+        self.polluters: frozenset[str] = frozenset()
+        """Tenants whose blocks are hardly ever read, while that is the node's trouble."""
 
     @property
     def is_prefetch_damped(self) -> bool:
@@ -58,6 +72,11 @@ class Signs:
     def is_read_in_place(self) -> bool:
         """See `policy.pathology`."""
         return is_read_in_place(self.found)
+
+    @property
+    def is_probed(self) -> bool:
+        """See `policy.pathology`."""
+        return is_probed(self.found)
 
     def raised(self, entries: Iterable[Entry], tier: str, *, for_reader: bool) -> None:
         """Blocks have come up into a memory tier."""
@@ -87,8 +106,10 @@ class Signs:
                 self._count(Sign.PREFETCH_WASTED, 1)
         if is_last:
             self._now[Sign.GONE] += 1
-            if came is None and 0.0 < entry.used_at_s <= entry.born_s + SAME_USE_S:
+            self._gone_now[entry.tenant, Sign.GONE] += 1
+            if came is None and is_unread(entry):
                 self._count(Sign.UNREAD, 1)
+                self._gone_now[entry.tenant, Sign.UNREAD] += 1
 
     def asked(self, wanted_blocks: int, unfetched_blocks: int) -> None:
         """An engine asked for blocks that lie in slower tiers, and was not given so many of them."""
@@ -110,10 +131,20 @@ class Signs:
             is_long_ago = now_s - self._since_s >= 2 * HALF_S
             self._before = Counter() if is_long_ago else self._now
             self._now, self._since_s = Counter(), now_s
+            self._gone_before = Counter() if is_long_ago else self._gone_now
+            self._gone_now = Counter()
         self.found = findings(self._before + self._now)
+        by_tenant = self._gone_before + self._gone_now
+        gone, unread = ({t: n for (t, s), n in by_tenant.items() if s is sign} for sign in (Sign.GONE, Sign.UNREAD))
+        self.polluters = polluters(self.found, gone, unread)
         return self.found
 
     def _count(self, sign: Sign, count: int) -> None:
         if count:
             self._now[sign] += count
             self._uncounted[sign] += count
+
+
+def is_unread(entry: Entry) -> bool:
+    """True for a block that nobody has used since it was stored."""
+    return 0.0 < entry.used_at_s <= entry.born_s + SAME_USE_S

@@ -18,12 +18,13 @@ from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.movement.mover import Mover
+    from kvstrata_agent.policy.placement import Placement
 
     MakeRoom = Callable[[SlotRequest, int], Awaitable[None]]
 
@@ -40,13 +41,26 @@ class Demoter:
         self._mover = mover
         self._make_room = make_room
 
-    async def demote(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> set[Entry]:
-        """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
+    async def demote(
+        self, entries: Sequence[Entry], tier: Tier, urgency: Priority, *, may_decline: bool = False
+    ) -> dict[Entry, Placement | None]:
+        """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any.
+
+        With `may_decline` those too that are not worth a write, with the placement that says so.
+        """
         if not entries or self._node.is_lowest(tier):
-            return set(entries)
+            return dict.fromkeys(entries)
         by_target: dict[str | None, list[Entry]] = {}
+        declined: dict[Entry, Placement | None] = {}
         for entry in entries:
-            by_target.setdefault(self._node.placement_of(entry, tier.level).target, []).append(entry)
+            placement = self._node.placement_of(entry, tier.level, may_decline=may_decline)
+            if may_decline and (placement.is_declined or self._node.takes_for_good(placement.target)):
+                self._node.returns.offered(entry)
+            if placement.is_declined:
+                declined[entry] = placement
+            else:
+                by_target.setdefault(placement.target, []).append(entry)
+        self._count(declined, tier)
         lost = await asyncio.gather(
             *(
                 self._demote_group(group, tier, self._node.tier(name), urgency)
@@ -55,7 +69,13 @@ class Demoter:
                 for group in grouped(chosen, partial(_bytes_in, tier), lambda e: e.tenant)
             )
         )
-        return {entry for group in (*lost, by_target.get(None, ())) for entry in group}
+        return declined | {entry: None for group in (*lost, by_target.get(None, ())) for entry in group}
+
+    def _count(self, declined: Collection[Entry], tier: Tier) -> None:
+        if declined:
+            size_bytes = sum(_bytes_in(tier, entry) for entry in declined)
+            self._node.counters.add("kvstrata_declined_writes_total", len(declined), tier=tier.name)
+            self._node.counters.add("kvstrata_declined_bytes_total", size_bytes, tier=tier.name)
 
     async def _demote_group(
         self, entries: Sequence[Entry], tier: Tier, target: Tier | None, urgency: Priority

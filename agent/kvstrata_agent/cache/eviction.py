@@ -21,13 +21,14 @@ from kvstrata_api.errors import QuotaExceededError, TierFullError
 from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import SlotRequest, Tier
     from kvstrata_agent.movement.mover import Mover
+    from kvstrata_agent.policy.placement import Placement
     from kvstrata_agent.policy.quota import AccountUsage
 
 BATCH_PARTS: Final = 8
@@ -235,7 +236,7 @@ class Evictor:
         free = [entry for entry in residents if not entry.is_held and entry not in decoded]
         await self.demoter.demote([e for e in free if len(e.residences) == 1], tier, Priority.ROOM)
         leaving = _Leaving(self._node, tier, Decision(What.EVICTED, self._node.clock(), "room", tier.name))
-        return self._drop_copies([e for e in free if len(e.residences) > 1], tier, leaving, ())
+        return self._drop_copies([e for e in free if len(e.residences) > 1], tier, leaving, {})
 
     async def trim(self, tier: Tier) -> int:
         """Bring a tier that is over the high watermark down to the low one; returns the bytes freed."""
@@ -322,12 +323,14 @@ class Evictor:
 
     async def _demote_victims(
         self, entries: Sequence[Entry], tier: Tier, request: EvictionRequest
-    ) -> Collection[Entry]:
-        """Copy blocks down as their fate asks; returns those that go for good."""
+    ) -> Mapping[Entry, Placement | None]:
+        """Copy blocks down as their fate asks; returns those that go for good, and which were not worth a write."""
         if request.fate is Fate.DROP:
-            return set(entries)
-        lost = await self.demoter.demote(entries, tier, request.urgency)
-        return lost if request.fate is Fate.DEMOTE_OR_DROP else ()
+            return dict.fromkeys(entries)
+        may_drop = request.fate is Fate.DEMOTE_OR_DROP
+        may_decline = may_drop and request.reason in FOR_ROOM
+        lost = await self.demoter.demote(entries, tier, request.urgency, may_decline=may_decline)
+        return lost if may_drop else {}
 
     def _leaving(self, candidates: TierCandidates, tier: Tier, reason: str) -> _Leaving:
         """What is to be remembered of the victims of a plan that was just made."""
@@ -340,7 +343,9 @@ class Evictor:
         decision = Decision(What.EVICTED, now_s, reason, tier.name, policy=policy, inputs=inputs, kept=kept)
         return _Leaving(node, tier, decision, candidates.worths)
 
-    def _drop_copies(self, victims: Sequence[Entry], tier: Tier, leaving: _Leaving, lost: Collection[Entry]) -> int:
+    def _drop_copies(
+        self, victims: Sequence[Entry], tier: Tier, leaving: _Leaving, lost: Mapping[Entry, Placement | None]
+    ) -> int:
         """Drop the copies in `tier` that nothing speaks against any more; returns the bytes freed.
 
         A parent may go before a child that lies between its two copies: that child may be what fills the tier which
@@ -355,7 +360,7 @@ class Evictor:
             for entry in victims:
                 if entry not in stays and self._may_go(entry, tier, is_lost=entry in lost):
                     gone[entry.tenant] += 1
-                    leaving.note(entry)
+                    leaving.note(entry, lost.get(entry))
                     yield entry
 
         reason = leaving.decision.reason
@@ -376,24 +381,38 @@ class _Leaving:
     def __init__(self, node: Node, tier: Tier, decision: Decision, worths: Mapping[Entry, float] | None = None) -> None:
         self._history = node.history
         self._signs = node.signs
+        self._returns = node.returns
+        self._counters = node.counters
         self._tier = tier
         self.decision = decision
         self._worths = worths or {}
         self._demotions: dict[str, Decision] = {}
-        """By the tier that still has the block."""
+        """By the tier that still has the block, or by why none was to have it."""
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: Entry, declined: Placement | None) -> None:
         """Note a block, before its copy in the tier goes. One that stays where it is read from has nothing to note."""
         copies, decision = entry.residences, self.decision
         if copies[0].tier is not self._tier:
             return
         self._signs.left(entry, is_last=len(copies) == 1)
+        if len(copies) == 1 and self._returns.replica_of(entry) is not None:
+            self._counters.add("kvstrata_replicas_total", event="left")
         if len(copies) > 1:
             target = copies[1].tier.name
             demotion = self._demotions.get(target)
             if demotion is None:
                 demotion = self._demotions[target] = replace(decision, what=What.DEMOTED, target=target)
             decision = demotion
+        elif declined is not None:
+            decision = self._of_declined(declined.reason)
         kept, idle_s = decision.kept, max(0.0, decision.at_s - entry.used_at_s)
         is_told = kept is not None and (kept.scope, kept.tenant) == (entry.scope, entry.tenant)
         self._history.note(entry.scope, Event(entry.digest, decision, idle_s, self._worths.get(entry), is_told))
+
+    def _of_declined(self, reason: str) -> Decision:
+        """The decision for what was not worth a write; one for all that have the same reason."""
+        known = self._demotions.get(reason)
+        if known is None:
+            inputs = {**self.decision.inputs, "declined": reason}
+            known = self._demotions[reason] = replace(self.decision, inputs=inputs)
+        return known

@@ -451,7 +451,8 @@ class Reader:
         first = {chain[i + 1]: i for i in reversed(range(len(run))) if run[i] is None and chain[i + 1] not in blocks}
         wanted = sorted(first.values())
         pairs = [(chain[i + 1], chain[i]) for i in wanted]
-        self._remote.start(context, pairs, [located[i] for i in wanted])
+        compute_s = self._engine(context).compute_s(0, self._node.spec.compatibility.block_tokens)
+        self._remote.start(context, pairs, [located[i] for i in wanted], compute_s=compute_s)
         blocks = self._node.index.blocks(context.scope)
         for i, entry in enumerate(run):
             found = entry or blocks.get(chain[i + 1])

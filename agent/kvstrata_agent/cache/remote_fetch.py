@@ -80,8 +80,13 @@ class RemoteFetcher:
         links: Sequence[tuple[bytes, bytes]],
         locations: Sequence[Location],
         urgency: Priority = Priority.PREFETCH,
+        compute_s: float = 0.0,
     ) -> None:
-        """Start to fetch blocks from peers; `links` gives (digest, parent or empty when unknown) for each location."""
+        """Start to fetch blocks from peers; `links` gives (digest, parent or empty when unknown) for each location.
+
+        With `compute_s`, what computing one takes, they stay for what fetching them again would take; without, as if
+        they had been made here.
+        """
         step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // context.raw_bytes))
         for i in range(0, len(links), step):
             entries = [
@@ -91,7 +96,7 @@ class RemoteFetcher:
                 for digest, parent in links[i : i + step]
             ]
             self._mover.begin(entries, context.raw_bytes)
-            self._tasks.spawn(self._fetch(context, entries, locations[i : i + step], urgency))
+            self._tasks.spawn(self._fetch(context, entries, locations[i : i + step], urgency, compute_s))
 
     async def _fetch(
         self,
@@ -99,6 +104,7 @@ class RemoteFetcher:
         entries: Sequence[Entry],
         locations: Sequence[Location],
         urgency: Priority,
+        compute_s: float,
     ) -> None:
         slots: list[SlotRef] = []
         arrived: set[SlotRef] = set()
@@ -108,7 +114,8 @@ class RemoteFetcher:
                 await self._take_slots(tier, context, len(entries), slots)
             if tier is not None and slots:
                 async with self._path(tier, entries, len(slots), len(slots) * context.raw_bytes, urgency):
-                    await self._transfer(tier, context, entries, locations, slots, arrived)
+                    took_s = await self._transfer(tier, context, entries, locations, slots, arrived)
+                self._note_replicas([e for e in entries if e.residences], took_s, compute_s)
         except RetryableError:
             return  # Too much under way from peers: the reader takes what it has.
         finally:
@@ -145,8 +152,8 @@ class RemoteFetcher:
         locations: Sequence[Location],
         slots: Sequence[SlotRef],
         arrived: set[SlotRef],
-    ) -> None:
-        """Fetch into slots; those that hold a block of the index then are added to `arrived`."""
+    ) -> float:
+        """Fetch into slots; those that hold a block of the index then are added to `arrived`. Returns the seconds."""
         mappable, peers = tier.backend.mappable, self._extents.peers
         assert mappable is not None
         assert peers is not None
@@ -171,7 +178,14 @@ class RemoteFetcher:
         finally:
             for view in views:
                 view.release()
-        self._count(tier, entries, context.raw_bytes, self._node.clock() - started_s)
+        took_s = self._node.clock() - started_s
+        self._count(tier, entries, context.raw_bytes, took_s)
+        return took_s
+
+    def _note_replicas(self, came: Sequence[Entry], took_s: float, compute_s: float) -> None:
+        if came and compute_s > 0.0:
+            self._node.returns.replicated(came, took_s / len(came), compute_s)
+            self._node.counters.add("kvstrata_replicas_total", len(came), event="fetched")
 
     def _enter(self, tier: Tier, came: Sequence[tuple[Entry, Residence]]) -> None:
         """Publish blocks that came from a peer, under the checksums that sealed them."""

@@ -352,7 +352,17 @@ class Writer:
         has_lower = not self._node.is_lowest(tier)
         choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns, has_lower))
         if choice.admission is Admission.DEMOTE:
-            self._archiver.demote_soon(entries, Priority.DEMOTE)
+            self._archiver.demote_soon(self._written(entries, tier), Priority.DEMOTE)
+
+    def _written(self, entries: Sequence[Entry], tier: Tier) -> list[Entry]:
+        """What is sent down at once: not what would be declined when it leaves memory, which is counted then."""
+        node = self._node
+        if not node.takes_for_good(node.placement_below(tier.level, must_survive=False).target):
+            return list(entries)
+        written = [entry for entry in entries if not node.returns.declined(entry)]
+        for entry in written:
+            node.returns.offered(entry)
+        return written
 
 
 def _doubtful(

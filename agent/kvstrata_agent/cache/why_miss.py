@@ -133,7 +133,8 @@ def said_of(event: Event, now_s: float) -> str:
     idle = f"{event.idle_s:.1f} s after its last use"
     match decision.what:
         case What.EVICTED:
-            return f"was evicted{tier} {ago} {why}, {idle}{_weighed(event, decision)}"
+            declined = f"; {spared}" if (spared := decision.inputs.get("declined")) else ""
+            return f"was evicted{tier} {ago} {why}, {idle}{_weighed(event, decision)}{declined}"
         case What.DEMOTED:
             return f"went{tier} to {decision.target} {ago} {why}, {idle}, and is not there any more"
         case What.DROPPED:

@@ -1,17 +1,100 @@
 """Whether a new block stays in the fast tier once it is published, or goes down at once. Pure.
 
-Which written blocks the agent reads again before it publishes them. Pure.
+Whether a block that leaves memory is worth a write to flash or to an object store, of which the one wears and the other
+bills.
+
+Which written blocks the agent reads again before it publishes them.
 
 Every reader verifies what it gets against the writer's checksum, so a writer that is wrong makes misses and never wrong
 bytes. Reading again is for finding such a writer early: a defect in an engine's connector shows at its first block.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 CHECK_EVERY: Final = 64
 """One block in so many: at 2 MiB a second pass costs as much as the writer's own copy, and this 2 % of it."""
+
+LOSS_MAX: Final = 0.005
+"""Of the blocks that are asked for, the part that may be missed because it was not written. What is lost is up to twice
+that: returns are counted late, and what is behind a missing block is of no use."""
+FOLLOWED_MAX: Final = 65_536
+"""Blocks that left memory and whose return is waited for: 10 MB."""
+_BINS: Final = 64
+"""Chances that are told apart."""
+_HALF_USES: Final = 4096
+"""After so many requests, all counts are halved."""
+_JUDGE_USES: Final = 16
+"""Requests between two looks at what the limit should be."""
+
+
+class WriteAdmission(Generic[K]):
+    """Declines what is least likely to return, as long as that costs few of the hits. Bounded.
+
+    Blocks that leave memory are counted by their chance of a return. Declined are those with the least, up to where
+    their returns would be `LOSS_MAX` of all blocks asked for: by their chances, or by the returns that were seen of
+    what was offered with such chances, written or not, where those are more.
+    """
+
+    def __init__(self) -> None:
+        self._followed: dict[K, tuple[int, int]] = {}
+        """Bin and blocks of what was offered and has not returned since."""
+        self._offered = [0.0] * _BINS
+        self._expected = [0.0] * _BINS
+        """Blocks offered, each times its chance."""
+        self._returned = [0.0] * _BINS
+        self._asked_blocks = 0.0
+        self._uses = 0
+        self.limit = 0.0
+        """Chance of a return from which on blocks are written."""
+
+    def asked(self, points: Sequence[K], blocks: int) -> None:
+        """A request names so many blocks, by these points."""
+        self._uses += 1
+        if self._uses % _HALF_USES == 0:
+            for counts in (self._offered, self._expected, self._returned):
+                counts[:] = [blocks / 2 for blocks in counts]
+            self._asked_blocks /= 2
+        self._asked_blocks += blocks
+        for point in self._followed.keys() & points:
+            chance_bin, returned = self._followed.pop(point)
+            self._returned[chance_bin] += returned
+        if self._uses % _JUDGE_USES == 0:
+            self.limit = self._judged()
+
+    def takes(self, chance: float) -> bool:
+        """True when a block with such a chance of a return is written."""
+        return chance >= self.limit
+
+    def offered(self, point: K, blocks: int, chance: float) -> None:
+        """So many blocks leave memory, whether they are written or declined."""
+        chance_bin = _bin(chance)
+        self._offered[chance_bin] += blocks
+        self._expected[chance_bin] += chance * blocks
+        _, before = self._followed.pop(point, (0, 0))
+        self._followed[point] = chance_bin, before + blocks
+        if len(self._followed) > FOLLOWED_MAX:
+            del self._followed[next(iter(self._followed))]
+
+    def _judged(self) -> float:
+        """Up to the last chance with which anything was offered: of others nothing is known."""
+        left_blocks, limit = LOSS_MAX * self._asked_blocks, 0.0
+        counts = zip(self._offered, self._expected, self._returned, strict=True)
+        for chance_bin, (offered, expected, returned) in enumerate(counts, 1):
+            left_blocks -= max(expected, returned)
+            if left_blocks < 0:
+                break
+            if offered:
+                limit = chance_bin / _BINS
+        return limit
+
+
+def _bin(chance: float) -> int:
+    return min(_BINS - 1, int(chance * _BINS))
 
 
 class Admission(StrEnum):

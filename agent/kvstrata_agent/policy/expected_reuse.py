@@ -181,6 +181,14 @@ class ExpectedReuse(Generic[K]):
             return self.times.overall_chance(idle_s, within_s)
         return self.times.chance(number, now_s, within_s, idle_s)
 
+    def return_chance(self, point: K, mark: int, now_s: float, idle_s: float = inf) -> float | None:
+        """Probability that a block is ever used again; None where records do not go back far enough to tell."""
+        number = self._judged(point, mark)
+        age_s = idle_s if number == NEVER else min(idle_s, self.times.age_s(number, now_s))
+        if not self.times.tells(age_s, now_s):
+            return None
+        return self.chance(point, mark, idle_s, now_s, inf)
+
     def expect(self, point: K, mark: int, next_turn: Return) -> None:
         """The engine tells when a chain that ends at this point is continued."""
         own = _record(mark)

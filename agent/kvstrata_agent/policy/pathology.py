@@ -56,23 +56,34 @@ class Rule:
     blocks_min: int
     """Fewer of all mean nothing."""
     said: str
+    response: str = ""
+    """What the agent does while it holds."""
 
 
 EARLY_S: Final = 60.0
 """A tool's answer or a quick person's: what is wanted again within it belongs into memory."""
 RULES: Final = (
     Rule(Pathology.THRASHING, Sign.READ_WASTED, Sign.READ_UP, 0.5, 256,
-         "of the blocks brought up for readers left memory before another use"),
+         "of the blocks brought up for readers left memory before another use",
+         "what engines can map is read where it lies"),
     Rule(Pathology.THRASHING, Sign.PREFETCH_WASTED, Sign.PREFETCHED, 0.5, 256,
-         "of the prefetched blocks left memory before any use"),
-    Rule(Pathology.POLLUTED, Sign.UNREAD, Sign.GONE, 0.9, 1024, "of the blocks that made room were never read"),
+         "of the prefetched blocks left memory before any use", "nothing is prefetched"),
+    Rule(Pathology.POLLUTED, Sign.UNREAD, Sign.GONE, 0.9, 1024, "of the blocks that made room were never read",
+         "of whom they are, 15 of 16 such blocks are written no further than memory"),
     Rule(Pathology.RECOMPUTING, Sign.UNFETCHED, Sign.WANTED, 0.95, 256,
-         "of the blocks asked for in slower tiers were not handed out: engines compute them"),
+         "of the blocks asked for in slower tiers were not handed out: engines compute them",
+         "these tiers are measured again"),
     Rule(Pathology.TOO_LOW, Sign.EARLY, Sign.READ_UP, 0.5, 256,
          "of the blocks read from slower tiers had left memory within the minute before"),
 )  # fmt: skip
 """Half: less is what a tier at its limit does. 0.9: three of four blocks of chats are used once, and all is well. 0.95:
 where computing is faster throughout, nothing but the tier's own cost is left."""
+
+
+POLLUTER_MIN: Final = 0.1
+"""Of all blocks that were never read; whose part is smaller is left alone."""
+TRIED_EVERY: Final = 16
+"""One block in so many of a polluter is written all the same: nothing else shows that they are read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,8 @@ class Finding:
     @property
     def said(self) -> str:
         """In words, with the share in tenths: a condition is written whenever it changes."""
-        return f"{int(10 * self.share) * 10} % {self.rule.said}"
+        response = f" (meanwhile {self.rule.response})" if self.rule.response else ""
+        return f"{int(10 * self.share) * 10} % {self.rule.said}{response}"
 
 
 def findings(counts: Mapping[Sign, int]) -> tuple[Finding, ...]:
@@ -106,3 +118,17 @@ def is_prefetch_damped(found: tuple[Finding, ...]) -> bool:
 def is_read_in_place(found: tuple[Finding, ...]) -> bool:
     """True while what is brought up for readers does not stay: what engines can map is read where it lies."""
     return any(f.rule.cases is Sign.READ_WASTED for f in found)
+
+
+def is_probed(found: tuple[Finding, ...]) -> bool:
+    """True while nearly nothing is fetched from slower tiers: what is known of their speed may be wrong."""
+    return any(f.rule.cases is Sign.UNFETCHED for f in found)
+
+
+def polluters(found: tuple[Finding, ...], gone: Mapping[str, int], unread: Mapping[str, int]) -> frozenset[str]:
+    """Tenants whose blocks make the pollution: by the same share of their own, and enough of them to matter."""
+    rule = next((f.rule for f in found if f.rule.cases is Sign.UNREAD), None)
+    if rule is None:
+        return frozenset()
+    least = sum(unread.values()) * POLLUTER_MIN
+    return frozenset(t for t, count in unread.items() if count >= least and count >= rule.share_min * gone.get(t, 0))

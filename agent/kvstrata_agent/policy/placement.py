@@ -53,6 +53,8 @@ class Placement:
 
     target: str | None
     reason: str
+    is_declined: bool = False
+    """True for a block that is not worth a write."""
 
 
 def next_lower(tiers: Sequence[TierFacts], level: int, *, must_survive: bool = False) -> Placement:
@@ -89,6 +91,23 @@ def by_reuse_interval(
         return nearest
     told = ", ".join(f"{t.name} {t.price_per_s:.2g}" for t in fitting[: fitting.index(target)])
     return Placement(target.name, f"reuse interval: {uses_per_s:.2g} uses/s, where a place costs {told}")
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A copy here of what another agent has: without it there is a fetch, and nothing is computed."""
+
+    fetch_s: float
+    """What it took to bring one block from there."""
+    compute_s: float
+    """What it takes to compute one; 0.0 where nobody knows."""
+    until_s: float
+    """Monotonic second until which the other copy is believed to be there."""
+
+    @property
+    def part(self) -> float:
+        """Of what a block is worth that would have to be computed, what this one is: the time that having it saves."""
+        return min(1.0, self.fetch_s / self.compute_s) if self.compute_s > 0 else 1.0
 
 
 def is_raised(tier: TierFacts, uses_per_s: float, *, is_decoded: bool) -> bool:

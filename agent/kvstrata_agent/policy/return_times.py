@@ -37,6 +37,8 @@ FIT_FIRST: Final = 256
 FIT_EVERY: Final = 4096
 RETURNS_MIN: Final = 16
 """Fewer say nothing of when things return: the younger stays worth more, as before anything is learned."""
+TOLD_AFTER: Final = 2.0
+"""Records go back so many times further than a block was idle before its chance of a return is believed."""
 _BINS_JOINED: Final = 11
 """Splits are chosen by four ranges of ages: fewer figures to describe, so smaller differences show."""
 _COARSE: Final = BINS // _BINS_JOINED
@@ -151,6 +153,13 @@ class ReturnTimes:
     def overall_chance(self, age_s: float, within_s: float) -> float:
         """The same of what no record tells of, used so many seconds ago."""
         return _chance(self._overall_survival, age_s, within_s)
+
+    def tells(self, idle_s: float, now_s: float) -> bool:
+        """True when uses are remembered from long enough ago that what is so old had time to return."""
+        if self._fit_at == FIT_FIRST:
+            return False
+        oldest_s = self._started_s[max(0, self.noted - self._records_max) % self._records_max]
+        return now_s - oldest_s >= TOLD_AFTER * idle_s
 
     def class_of(self, features: Sequence[int]) -> int:
         """Class of what has these features."""

@@ -40,6 +40,8 @@ PROBE_BLOCK_BYTES: Final = MIB
 bf16 take 2 MiB, of small models tens of KiB."""
 REPROBE_FILL_MAX: Final = 0.5
 """Above this fill a tier is not measured again: the probe would take the room of blocks."""
+DOUBT_S: Final = 300.0
+"""Between two measurements of tiers from which nearly nothing is fetched: 0.3 s each, of the tier's whole speed."""
 READERS_S: Final = 5.0
 """What readers of a tier that is taken out get to finish a copy: the largest batch takes well under a second."""
 READERS_POLL_INTERVAL_S: Final = 0.01
@@ -83,6 +85,7 @@ class Provisioner:
     _wanted: tuple[NodeTier, ...] = ()
     _levels: dict[str, int] = field(default_factory=dict)
     _retry_at_s: float = 0.0
+    _doubted_until_s: float = 0.0
     _ordinals: int = 0
 
     async def apply(self, wanted: Sequence[NodeTier], leave_within_s: float = 0.0, *, wipe: Wipe | None = None) -> None:
@@ -236,10 +239,19 @@ class Provisioner:
         _log.info("tier ready", extra={"tier": tier.name, **facts})
 
     async def reprobe(self) -> None:
-        """Measure again once engines have reported the size of the pool's blocks; without room the old figures stay."""
+        """Measure again once engines have reported the size of the pool's blocks; without room the old figures stay.
+
+        Slower tiers also, however full, now and then while nearly nothing is fetched from them: they may have been busy
+        when they were measured.
+        """
+        now_s = self.node.clock()
+        is_doubted = self.node.signs.is_probed and now_s >= self._doubted_until_s
+        if is_doubted:
+            self._doubted_until_s = now_s + DOUBT_S
         for tier in tuple(self.node.tiers):
             wanted = self._probe_bytes(tier.backend)
-            if tier.probe is not None and tier.probe.block_bytes != wanted and tier.fill_ratio < REPROBE_FILL_MAX:
+            is_new = tier.probe is not None and tier.probe.block_bytes != wanted and tier.fill_ratio < REPROBE_FILL_MAX
+            if is_new or (is_doubted and tier.probe is not None and tier.backend.mappable is None):
                 measured = await probe(tier.backend, wanted)
                 if measured.read_bytes_per_second and measured.write_bytes_per_second:
                     tier.probe = measured

@@ -1,10 +1,12 @@
 """The simulation of bench.tiering: queues, tiers and their figures."""
 
 import json
+from itertools import count
 
 import pytest
 
 from bench.policy.synthetic import synthetic
+from bench.tiering import flash
 from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, fitting, main, summary
 from bench.tiering.machine import TIERS, Engine, Machine
 from bench.tiering.simulation import Outcome, Simulation
@@ -145,3 +147,41 @@ def test_a_size_that_is_none_is_refused(arguments: list[str], capsys: pytest.Cap
 
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def _once_and_again(rounds: int = 1500) -> Trace:
+    """In each round ten prompts that never come again, and one of 20 conversations goes on: longer, so it is known."""
+    requests, blocks = [], count(10_000)
+    talks: list[list[int]] = [[next(blocks) for _ in range(64)] for _ in range(20)]
+    for i in range(rounds):
+        at_s = 10.0 * i
+        requests += [(at_s + 0.1 * k, [next(blocks) for _ in range(4)]) for k in range(10)]
+        talks[i % 20].append(next(blocks))
+        requests.append((at_s + 5.0, talks[i % 20]))
+    return build("once and again", 16, [Request(at_s, tuple(prompt)) for at_s, prompt in requests])
+
+
+def test_what_never_comes_again_is_hardly_written_to_flash() -> None:
+    cell = flash.measure(_once_and_again(), 1)
+
+    assert cell.flows[flash.OURS].written < cell.flows[flash.ALL].written / 1.5
+    assert cell.spared(flash.OURS) >= 8
+    assert cell.lost_points(flash.OURS) <= flash.LOSS_POINTS / 2
+
+
+@pytest.mark.parametrize("size_percent", [1, 10])
+def test_the_limit_writes_least_for_each_block_read(size_percent: int) -> None:
+    cell = flash.measure(synthetic(200), size_percent)
+
+    assert cell.flows[flash.LIMIT].written_per_read <= cell.flows[flash.ALL].written_per_read
+
+
+def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
+    trace = _once_and_again(300)
+    tiers = Ours(trace, [300, 4500], _always, memories=1)
+    for number, path in enumerate(trace.paths):
+        tiers.asked(number, path, trace.at_s[number])
+        tiers.used(number, path, trace.at_s[number])
+        slow, fast = tiers.levels[1], tiers.levels[0]
+        in_flash = [held - quick for held, quick in zip(slow.held, fast.held, strict=True)]
+        assert all(blocks <= stored for blocks, stored in zip(in_flash, tiers.stored[1], strict=True)), number

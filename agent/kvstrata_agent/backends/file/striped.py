@@ -62,6 +62,7 @@ class _Part:
         """Its part of the tier's capacity."""
         self.health = DeviceHealth()
         self.moving_bytes = 0
+        self.written_bytes = 0
         self.unwritten: dict[int, int] = {}
         """Bytes of slots that were given out and not written yet, by stamp."""
 
@@ -93,11 +94,10 @@ class _Part:
     def state(self) -> Device:
         """State of the device. One that takes no blocks offers no room."""
         if self.store is None:
-            return Device(self.name, 0, 0, self.health.error)
+            return Device(self.name, 0, 0, self.health.error, self.written_bytes)
         used_bytes = self.store.used_bytes
-        return Device(
-            self.name, used_bytes if self.health.error else self.store.capacity_bytes, used_bytes, self.health.error
-        )
+        capacity_bytes = used_bytes if self.health.error else self.store.capacity_bytes
+        return Device(self.name, capacity_bytes, used_bytes, self.health.error, self.written_bytes)
 
 
 class StripedStore(OptionalCapabilities):
@@ -221,6 +221,7 @@ class StripedStore(OptionalCapabilities):
         finally:
             for writing in writings:
                 part.settle(writing.slot)
+        part.written_bytes += sum(end.stored_bytes for end in ends if isinstance(end, Record))
         failed = _device_failure(ends)
         if failed is not None:
             self._report(part, failed)

@@ -122,3 +122,23 @@ async def test_devices_are_counted_one_by_one(at: Node) -> None:
 
     assert up == {str(at.paths[0]): 0.0, str(at.paths[1]): 1.0}
     assert {m.name for m in AGENT} >= {"kvstrata_device_up", "kvstrata_device_used_bytes"}
+
+
+async def test_what_is_written_to_each_device_is_told_for_it(at: Node) -> None:
+    tier = await at.tier()
+    for n in range(8):
+        await put(tier.backend, n, SCOPE)
+    written = {device.name: device.written_bytes for device in tier.devices}
+    tier.stored_bytes_written = sum(written.values())
+    sweeper, counters = Sweeper(at.core.cache, FakeAuthenticator()), at.core.node.counters
+    sweeper.gauges()
+    sweeper.gauges()
+
+    told = {labels[0]: {} for labels in counters._children if "written" in labels[0]}  # type: dict[str, dict[str, float]]
+    for labels, child in counters._children.items():
+        if labels[0] in told:
+            told[labels[0]][labels[-1]] = child._value.get()
+    devices, tiers = (told[name] for name in sorted(told))
+    assert all(written.values())
+    assert devices == written
+    assert tiers == {tier.name: sum(written.values())}, "once, however often it is looked at"

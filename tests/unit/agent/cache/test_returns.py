@@ -27,10 +27,15 @@ def played(
     eviction: str = "ReuseAware",
     placement: str = "ReuseInterval",
     cxl_slots: int = 0,
+    admission: str = "Always",
 ) -> None:
     async def run() -> None:
-        policy = {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99}
-        engine = await Engine(cxl_slots=cxl_slots, eviction=policy, placement={"type": placement}).attach()
+        policy: dict[str, Any] = {
+            "eviction": {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99},
+            "placement": {"type": placement},
+            "admission": {"type": admission},
+        }
+        engine = await Engine(cxl_slots=cxl_slots, **policy).attach()
         try:
             await play(engine)
         finally:
@@ -123,6 +128,41 @@ def test_what_is_worth_less_than_what_leaves_the_next_tier_goes_further_down(pla
         assert [r.tier.name for r in block(engine, 102).residences] == [expected]
 
     played(play, placement=placement, cxl_slots=8)
+
+
+async def evicted(engine: Engine) -> list[tuple[str, ...]]:
+    """Where a chat's blocks lie, and those of one that never returns, once memory had to make room time and again."""
+    await taught(engine)
+    dram = engine.core.node.tiers[0]
+    for i in range(20):
+        await requested(engine, f"chat {i}", "chat", 101 + 10 * i, 102 + 10 * i)
+        await requested(engine, f"once {i}", "once", 1001 + 10 * i, 1002 + 10 * i)
+        await engine.core.cache.evictor.evict(dram, EvictionRequest(dram.backend.capacity_bytes, "room"))
+    found = [engine.core.node.index.find(*engine.key(n)) for n in (291, 1191)]
+    return [tuple(r.tier.name for r in e.residences) if e is not None else () for e in found]
+
+
+@pytest.mark.parametrize(("admission", "never_returns"), [("Auto", ()), ("Always", ("nvme",))])
+def test_what_never_returns_is_not_written_where_the_pool_leaves_that_to_the_agent(
+    admission: str, never_returns: tuple[str, ...]
+) -> None:
+    async def play(engine: Engine) -> None:
+        assert await evicted(engine) == [("nvme",), never_returns]
+        told = await engine.ask(wire.WhyMiss(9, SCOPE, digest(1191)))
+        assert ("spared the write" in told.json) == (admission == "Auto")
+
+    played(play, admission=admission)
+
+
+def test_what_has_to_leave_memory_for_other_reasons_than_room_is_written_whatever_its_chances() -> None:
+    async def play(engine: Engine) -> None:
+        await taught(engine)
+        await requested(engine, "once", "once", 201, 202)
+        dram = engine.core.node.tiers[0]
+        await engine.core.cache.evictor.evict(dram, EvictionRequest(dram.backend.capacity_bytes, "drain"))
+        assert [r.tier.name for r in block(engine, 201).residences] == ["nvme"]
+
+    played(play, admission="Auto")
 
 
 def test_what_is_generated_is_worth_what_its_prompt_is() -> None:
