@@ -77,13 +77,13 @@ def test_what_one_engine_stored_it_and_the_next_load_also_after_the_agents_death
 def test_what_was_delivered_is_what_vllm_counts_as_external_hits(engine: Open, agent: Agent) -> None:
     """Of requests that begin differently: those that wait for one fetch are one load to the agent."""
     driver = engine()
-    driver.ask("run", prompts=PROMPTS)
-    until(lambda: driver.ask("run", prompts=PROMPTS)["external"] > 5000)
+    distinct = [prompts(1, seed=200 + i)[0] for i in range(12)]
+    until(lambda: driver.ask("run", prompts=distinct)["external"] >= 12 * 160)
     before = agent.loaded_blocks()
-    external = sum(driver.ask("run", prompts=PROMPTS)["external"] for _ in range(3))
+    external = sum(driver.ask("run", prompts=distinct)["external"] for _ in range(3))
 
-    assert external > 15_000
-    until(lambda: abs((agent.loaded_blocks() - before) * 16 - external) <= 0.001 * external)
+    assert external >= 3 * 12 * 160
+    until(lambda: (agent.loaded_blocks() - before) * 16 == external)
 
 
 @pytest.mark.parametrize("version", [NEWEST], indirect=True)
