@@ -11,6 +11,7 @@ from typing import Final
 
 from kvstrata_api.trace_context import SHARED_ATTRIBUTES
 from kvstrata_telemetry.catalog import BY_PROCESS, PEERS, SPANS
+from kvstrata_telemetry.log_events import EVENTS
 from kvstrata_telemetry.metrics import Metric
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -65,6 +66,19 @@ over several tensor ranks, where every rank loads all of it, each counts it whol
 `kvstrata_load_saved_prefill_seconds_total` takes the rate that engines report (`ReportEngine`), or else
 `policy.recompute` of the pool, and leaves out what attention to earlier blocks costs. Time to first token saved is
 that less `kvstrata_load_seconds_total`; of loads that wait beside other work of the engine, less is saved.
+"""
+
+
+_LOGS_HEAD: Final = """\
+# Warnings and errors
+
+Made from `dashboards/kvstrata_telemetry/log_events.py` by `make generate`; a test holds it to the code. Every line is
+JSON with `ts`, `level`, `component`, `event` and `logger`, inside a span with `trace_id` and `span_id`, and with the
+fields below. An error with a traceback is a defect of ours, unless it says otherwise. Audit lines are apart
+([audit](audit.md)). The client logs through its engine's logging, in sentences that say what to do.
+
+| event | level | process | fields | what it means, and what to do |
+|---|---|---|---|---|
 """
 
 
@@ -129,9 +143,21 @@ def _peer_rows() -> Iterator[str]:
         yield f"| {peer.theirs} | {peer.ours} | {peer.difference} |\n"
 
 
+def logs_text() -> str:
+    """The page of what is logged at level warning and above."""
+    return "".join([_LOGS_HEAD, *_log_rows()])
+
+
+def _log_rows() -> Iterator[str]:
+    for event in EVENTS:
+        level = f"{event.level}, traceback" if event.has_traceback else event.level
+        fields = ", ".join(f"`{name}`" for name in event.fields)
+        yield f"| {event.event} | {level} | {', '.join(event.processes)} | {fields} | {event.help} |\n"
+
+
 def metric_files() -> Files:
-    """The page by its path."""
-    return {ROOT / "docs" / "metrics.md": text()}
+    """The pages by their paths."""
+    return {ROOT / "docs" / "metrics.md": text(), ROOT / "docs" / "logs.md": logs_text()}
 
 
 if __name__ == "__main__":
