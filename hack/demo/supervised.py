@@ -23,9 +23,10 @@ _COMPLAINTS_MAX: Final = 8
 class Supervised:
     """A state folder and the processes that live in it."""
 
-    def __init__(self, root: Path) -> None:
-        """Own `root`, an empty folder; removed with everything in it at the end."""
+    def __init__(self, root: Path, options: Sequence[str] = ()) -> None:
+        """Own `root`, an empty folder; removed with everything in it at the end. Our programs are given `options`."""
         self._at = Layout(root)
+        self._options = options
         self._at.make_folders()
         self._at.marker.write_text(json.dumps({"server": "", "kubectl": ""}))
         temporary = root / "tmp"  # Of killed processes, which remove nothing themselves.
@@ -50,7 +51,7 @@ class Supervised:
     def start(self, name: str, program: str, arguments: Sequence[str]) -> None:
         """Start one of our programs; `wait_ready` tells when it is up."""
         ready = self.root / f"{name}.ready.json"
-        argv = [str(Path(sys.executable).with_name(program)), *arguments, "--ready-file", str(ready)]
+        argv = [str(Path(sys.executable).with_name(program)), *arguments, *self._options, "--ready-file", str(ready)]
         self._calls.call("spawn", name=name, argv=argv, log=str(self._at.log(name)))
         self._ready[name] = ready  # Last: whoever sees it in another thread finds a process.
 

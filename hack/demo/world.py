@@ -36,13 +36,16 @@ Say = Callable[[str], None]
 class World:
     """One demo's cluster, processes and files. Leaving it as a context manager removes all of them."""
 
-    def __init__(self, say: Say, *, is_current_cluster: bool) -> None:
-        """Start the cluster; `say` is told of each step. Raises `DemoError`; nothing is left behind then."""
+    def __init__(self, say: Say, *, is_current_cluster: bool, options: Sequence[str] = ()) -> None:
+        """Start the cluster; `say` is told of each step. Raises `DemoError`; nothing is left behind then.
+
+        All of our processes are given `options`.
+        """
         self._say = say
         self._is_current_cluster = is_current_cluster
         self._is_kept = False
         self.root = _state_dir()
-        self.processes = Supervised(self.root)
+        self.processes = Supervised(self.root, options)
         self.cluster: Cluster
         try:
             with ThreadPoolExecutor(1) as helm:

@@ -6,7 +6,7 @@ their quotas hold, read it back on both nodes, and knock without a token. At the
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +47,12 @@ class Run:
 
 
 @contextmanager
-def started(folder: Path, say: Say, sessions: int, rounds: int) -> Iterator[Run]:
-    """Bring everything up, let engines work, and hand over Prometheus; all of it ends with the block."""
-    with World(say, is_current_cluster=False) as world:
+def started(folder: Path, say: Say, sessions: int, rounds: int, options: Sequence[str] = ()) -> Iterator[Run]:
+    """Bring everything up, let engines work, and hand over Prometheus; all of it ends with the block.
+
+    All of our processes are given `options`.
+    """
+    with World(say, is_current_cluster=False, options=options) as world:
         world.bring_up()
         set_quotas(world)
         addresses = [url.removeprefix("http://").removesuffix("/metrics") for url in world.metrics().values()]

@@ -3,19 +3,15 @@
 import json
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from support.agent.standalone import Up, pool
 from support.runner.alone import environment
+from support.runner.otlp import Receiver, attributes, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -45,44 +41,10 @@ provider.shutdown()
 """
 
 
-@dataclass
-class Receiver:
-    """Keeps the spans that were sent, by the service that sent them."""
-
-    spans: dict[str, list[Span]] = field(default_factory=dict)
-    url: str = ""
-
-    def take(self, body: bytes) -> None:
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            (name,) = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
-            for scope in resource.scope_spans:
-                self.spans.setdefault(name, []).extend(scope.spans)
-
-    def named(self, service: str, name: str) -> list[Span]:
-        return [s for s in self.spans.get(service, []) if s.name == name]
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    received = Receiver()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.take(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *_: object) -> None:  # noqa: A002  The base class's name.
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    received.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield received
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with receiving() as received:
+        yield received
 
 
 @pytest.fixture
@@ -108,10 +70,6 @@ def exemplars(up: Up) -> str:
     address = json.loads(up.ready_file.read_text())["metrics"]
     with urllib.request.urlopen(urllib.request.Request(f"http://{address}/metrics", headers=accept), timeout=30) as got:
         return "\n".join(line for line in got.read().decode().splitlines() if "trace_id" in line)
-
-
-def attributes(span: Span) -> dict[str, str | int]:
-    return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
 def test_an_engine_that_is_traced_has_the_agents_part_in_its_trace(up: Up, receiver: Receiver) -> None:
