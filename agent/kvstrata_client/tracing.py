@@ -5,9 +5,7 @@ The agent's spans become children of them, or of the span that the engine had op
 
 from contextlib import AbstractContextManager
 
-from opentelemetry import trace
-
-from kvstrata_api.trace_context import OFF, Active, Attribute, passed_on, recorded
+from kvstrata_api.trace_context import OFF, Active, Attribute, passed_on, process_tracer, recorded
 
 
 def span(name: str, *, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Active]:
@@ -15,7 +13,7 @@ def span(name: str, *, parent: str = "", **attributes: Attribute) -> AbstractCon
 
     Where nothing traces this process, `parent` alone is passed on. Names are those of `catalog.SPANS`.
     """
-    provider = trace.get_tracer_provider()
-    if not isinstance(provider, trace.ProxyTracerProvider):
-        return recorded(provider.get_tracer("kvstrata"), name, parent, attributes)
+    tracer = process_tracer()
+    if tracer is not None:
+        return recorded(tracer, name, parent, attributes)
     return passed_on(parent) if parent else OFF

@@ -3,13 +3,30 @@
 Attributes are ours, `kvcache.*`, except for the one that has a name in the semantic conventions: `session.id`.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Final, Protocol
+from __future__ import annotations
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from opentelemetry.context import Context
+
+
+def _has_api() -> bool:
+    """Whether OpenTelemetry is installed; the client alone does without."""
+    try:
+        return find_spec("opentelemetry.trace") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+HAS_API: Final = _has_api()
+if TYPE_CHECKING or HAS_API:
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Attribute = str | bool | int | float
 """What OpenTelemetry takes as a single attribute."""
@@ -20,7 +37,6 @@ SHARED_ATTRIBUTES: Final = {"session_id": "session.id"}
 HEADER: Final = "traceparent"
 TRACEPARENT_CHARS: Final = 55
 """Of version 00 (https://www.w3.org/TR/trace-context/#traceparent-header)."""
-_PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class Active(Protocol):
@@ -60,15 +76,25 @@ def recorded(tracer: trace.Tracer, name: str, parent: str, attributes: Mapping[s
 @contextmanager
 def passed_on(parent: str) -> Iterator[Active]:
     """Record nothing, and have messages that are sent meanwhile name a span of another process, if one is given."""
-    if not parent:
+    if not (parent and HAS_API):
         yield _Off()
         return
     with trace.use_span(trace.get_current_span(_within(parent))):
         yield _Off()
 
 
+def process_tracer() -> trace.Tracer | None:
+    """Tracer of what traces the process, which need not be ours; None where nothing does."""
+    if not HAS_API:
+        return None
+    provider = trace.get_tracer_provider()
+    return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer("kvstrata")
+
+
 def traceparent() -> str:
     """The current span, be it this process's or one that it acts for; empty without one."""
+    if not HAS_API:
+        return ""
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return ""
@@ -83,7 +109,7 @@ def trace_id_of(parent: str) -> str:
 
 def _within(parent: str) -> Context | None:
     """Where a span goes. What is malformed begins a trace of its own, as the standard has it."""
-    return _PROPAGATOR.extract({HEADER: parent}) if parent else None
+    return TraceContextTextMapPropagator().extract({HEADER: parent}) if parent else None
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:

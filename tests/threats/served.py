@@ -10,17 +10,19 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_agent.blocks.request import Caller
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.movement.path import Priority
-from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys, unpack_digests
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
 from kvstrata_api.models.poolnode import NodeTier
@@ -38,6 +40,8 @@ NEW_DOMAIN: Final = ScopeId("domain/d/uid-d/v2")
 TIERS: Final = ("dram", "cxl", "nvme", "flash")
 CAPACITY_BYTES: Final = 32 << 20
 PREFIX_TOKENS: Final = 16
+LEAK_S: Final = 1e-4
+"""By which the seeded defect is longer for each request, at least."""
 
 
 def keys_of(scope: ScopeId, tokens: list[int]) -> list[bytes]:
@@ -147,9 +151,26 @@ class Served(AgentThread):
                 self.wait(self.erased())
             case ["recreate", tenant]:
                 self.call(lambda: self.authorities.recreate(tenant))
+            case ["leak"]:
+                _leak(self.core.node.index)
             case ["rotate"]:
                 self.call(self.authorities.rotate)
                 self.wait(self.erased())
+
+
+def _leak(index: Index) -> None:
+    """Have the agent look for blocks before it asks whether the caller may read them, and be longer for those it finds.
+
+    From inside the scope a hit in memory takes as long as a miss, give or take some microseconds.
+    """
+    begin: Callable[..., RequestContext | None] = Verbs._begin
+
+    def leaking(verbs: Verbs, at: Any, request: Any, session: str = "") -> RequestContext | None:
+        if any(index.find(ScopeId(request.scope), digest) for digest in unpack_digests(request.digests)):
+            time.sleep(LEAK_S)
+        return begin(verbs, at, request, session)
+
+    Verbs._begin = leaking  # type: ignore[method-assign, assignment]
 
 
 class Remote:

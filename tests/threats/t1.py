@@ -2,9 +2,11 @@
 
 For each tier one tenant stores prompts there; another one asks for them and for prompts that nobody stored, in random
 order, each once. It asks with the keys that it would have for them itself, and with the owner's scope and keys, as
-though it had got hold of them. The control asks from inside the scope. A difference must come up in three samples in a
-row to count: at the full count that is p <= 0.01 or an area outside of 0.45 to 0.55, at the short one p <= 1e-4 or
-0.42 to 0.58, for the machine is shared.
+though it had got hold of them. The control is the same against an agent with a seeded defect: it looks for blocks
+before it asks whether they may be read, and is a tenth of a millisecond longer for those it finds.
+
+A difference must come up in three samples in a row to count: at the full count that is p <= 0.01 or an area outside of
+0.45 to 0.55, at the short one p <= 1e-4 or 0.42 to 0.58, for the machine is shared.
 """
 
 import random
@@ -86,7 +88,26 @@ def _timed(client: Hostile, frames: tuple[bytes, bytes]) -> tuple[float, list[by
     return float(time.perf_counter_ns() - began_ns), answers
 
 
-def _sample(client: Hostile, form: Form, present: list[int], absent: list[int], rng: random.Random) -> Difference:
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """How long answers took, of prompts that were stored and of others."""
+
+    present: Sample
+    absent: Sample
+    equal_answers: bool
+
+    def with_more(self, more: "Timed") -> "Timed":
+        """Both together."""
+        present = np.concatenate((self.present, more.present))
+        absent = np.concatenate((self.absent, more.absent))
+        return Timed(present, absent, self.equal_answers and more.equal_answers)
+
+    def compared(self) -> Difference:
+        """What can be told from them."""
+        return Difference(ks_p(self.present, self.absent), auc(self.present, self.absent), self.equal_answers)
+
+
+def _sample(client: Hostile, form: Form, present: list[int], absent: list[int], rng: random.Random) -> Timed:
     """Ask for one of each, in random order within each pair."""
     times: tuple[list[float], list[float]] = ([], [])
     answers: set[tuple[bytes, ...]] = set()
@@ -98,17 +119,13 @@ def _sample(client: Hostile, form: Form, present: list[int], absent: list[int], 
             answers.add(tuple(said))
             _end_leases(client, said[1])
     first, second = (np.array(t, np.float64) for t in times)
-    return _compare(first, second, equal_answers=len(answers) == 1)
+    return Timed(first, second, len(answers) == 1)
 
 
 def _end_leases(client: Hostile, said: bytes) -> None:
     acquired = wire.decode_reply(said)
     if isinstance(acquired, wire.Acquired) and acquired.blocks:
         client.raw(wire.Release(3, tuple(b.lease for b in acquired.blocks)))
-
-
-def _compare(first: Sample, second: Sample, *, equal_answers: bool) -> Difference:
-    return Difference(ks_p(first, second), auc(first, second), equal_answers)
 
 
 @dataclass
@@ -134,20 +151,23 @@ class Tier:
         found = []
         for attempt in range(TRIES):
             absent = [10**5 * (attempt + 1) + n for n in present]
-            found.append(_sample(attacker, form, present, absent, self.rng))
+            found.append(_sample(attacker, form, present, absent, self.rng).compared())
             if found[-1].is_within(bounds):
                 break
         return found
 
-    def control(self, insider: Hostile, present: list[int], bounds: Bounds) -> Difference:
-        """The same from inside the scope: the clearest of some samples, for the machine is shared."""
-        found = []
+    def control(self, attacker: Hostile, present: list[int], bounds: Bounds) -> Difference:
+        """The same against the seeded defect, by as many samples together as it takes, for the machine is shared."""
+        self.agent.tell("leak")
+        found: Timed | None = None
         for attempt in range(CONTROL_TRIES):
             absent = [10**5 * (attempt + 4) + n for n in present]
-            found.append(_sample(insider, _stolen, present, absent, self.rng))
-            if found[-1].p < bounds.control_p:
+            more = _sample(attacker, _stolen, present, absent, self.rng)
+            found = found.with_more(more) if found is not None else more
+            if found.compared().p < bounds.control_p:
                 break
-        return min(found, key=lambda f: f.p)
+        assert found is not None
+        return found.compared()
 
 
 @dataclass
@@ -175,8 +195,7 @@ def _run_tier(name: str, directory: Path, pairs: int, bounds: Bounds, seed: int,
             report.values |= {f"{what}_p": last.p, f"{what}_auc": last.auc}
             if not last.is_within(bounds):
                 report.violations.append(f"seed {seed}, {what}: p {last.p:.2g}, AUC {last.auc:.3f}, {last}")
-        with Hostile(agent.path, "a") as insider:
-            control = tier.control(insider, present, bounds)
+        control = tier.control(attacker, present, bounds)
         report.values[f"{name}_control_p"] = control.p
         report.controls.append(control.p < bounds.control_p)
         sys.stderr.write(f"T1 {name}: {report.values}\n" if pairs >= 1000 else "")
