@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
 from random import Random
 
@@ -142,10 +143,13 @@ def test_what_took_long_is_kept(choosy: InMemorySpanExporter) -> None:
 
 
 def test_what_ends_after_its_trace_is_decided_over_by_itself(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvstrata.acquire"):
-        late = tracing.span("kvstrata.move")
-        late.__enter__()
-    late.__exit__(None, None, None)
+    def work() -> None:
+        with tracing.span("kvstrata.acquire"):
+            late = tracing.span("kvstrata.move")
+            late.__enter__()
+        late.__exit__(None, None, None)
+
+    copy_context().run(work)  # In which the wrong span stays current.
 
     assert sorted(names(exporter)) == ["kvstrata.acquire", "kvstrata.move"]
 
