@@ -198,10 +198,10 @@ class Sweeper:
 
     def _show_written(self, name: str, tier: Tier, written_bytes: int, device: str = "") -> None:
         """Add what was written since the last look; a medium wears by it."""
-        told = tier.told_bytes_written
+        shown = tier.shown_bytes_written
         labels = {"tier": tier.name} | ({"device": device} if device else {})
-        self._node.counters.add(name, written_bytes - told.get(device, 0), **labels)
-        told[device] = written_bytes
+        self._node.counters.add(name, written_bytes - shown.get(device, 0), **labels)
+        shown[device] = written_bytes
 
     def _show_tenants(self) -> None:
         shown = {(t.name, tenant): used for t in self._node.tiers for tenant, used in t.tenant_bytes.items()}

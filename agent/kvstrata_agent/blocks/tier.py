@@ -73,7 +73,7 @@ class Tier:
     stored_bytes_written: int = 0
     price: Price = field(default_factory=Price)
     """What a place costs while there is no room."""
-    told_bytes_written: dict[str, int] = field(default_factory=dict)
+    shown_bytes_written: dict[str, int] = field(default_factory=dict)
     """Of the tier (no name) and of its devices, what the metrics know of."""
     recovered_blocks: int = 0
     """Blocks of an earlier run that were found when the tier came up."""
