@@ -5,15 +5,10 @@ The agent's spans become children of them, or of the span that the engine had op
 
 from contextlib import AbstractContextManager
 
-from kvstrata_api.trace_context import OFF, Active, Attribute, passed_on, process_tracer, recorded
+from kvstrata_api.trace_context import OFF, Active, Attribute, process_tracer, recorded
 
 
-def span(name: str, *, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Active]:
-    """Open the span `name`; its parent is `parent`, a `traceparent` that came with a request, else the current span.
-
-    Where nothing traces this process, `parent` alone is passed on. Names are those of `catalog.SPANS`.
-    """
+def span(name: str, **attributes: Attribute) -> AbstractContextManager[Active]:
+    """Open the span `name`, one of `catalog.SPANS`, below the current span or what `passed_on` has in its place."""
     tracer = process_tracer()
-    if tracer is not None:
-        return recorded(tracer, name, parent, attributes)
-    return passed_on(parent) if parent else OFF
+    return OFF if tracer is None else recorded(tracer, name, "", attributes)

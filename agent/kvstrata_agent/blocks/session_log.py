@@ -59,6 +59,8 @@ class SessionLog:
         if events is None:
             events = self._events[key] = deque()
         self._events.move_to_end(key)
+        if event.what is Happened.STATE and event.state == _state(events):
+            return  # It is said again whenever its heads have changed.
         if events and _goes_on(events[-1], event):
             _join(events[-1], event)
             return
@@ -79,10 +81,14 @@ class SessionLog:
         self._count -= len(self._events.pop(key, ()))
 
 
+def _state(events: deque[SessionEvent]) -> str:
+    """The last state that is remembered; empty where none is."""
+    return next((e.state for e in reversed(events) if e.what is Happened.STATE), "")
+
+
 def _goes_on(last: SessionEvent, event: SessionEvent) -> bool:
-    if event.what is Happened.STATE:
-        return last.what is Happened.STATE and last.state == event.state
-    return last.what is event.what and event.at_s - last.until_s < TOGETHER_S
+    is_part = last.what is event.what and event.what is not Happened.STATE
+    return is_part and event.at_s - last.until_s < TOGETHER_S
 
 
 def _join(last: SessionEvent, event: SessionEvent) -> None:

@@ -41,6 +41,16 @@ def test_a_state_that_stays_is_noted_once() -> None:
     assert [(e.at_s, e.state) for e in log.of(A)] == [(0.0, "open"), (6.0, "idle"), (7.0, "open")]
 
 
+def test_a_state_that_is_said_again_after_a_load_is_not_noted_again() -> None:
+    log = SessionLog()
+    log.note(A, state(0.0, "decoding"))
+    log.note(A, load(1.0))
+    log.note(A, state(2.0, "decoding"))
+    log.note(A, state(3.0, "idle"))
+
+    assert [(e.what, e.state) for e in log.of(A)] == [("state", "decoding"), ("load", ""), ("state", "idle")]
+
+
 def test_the_session_that_was_heard_of_least_lately_gives_way() -> None:
     log = SessionLog(events_max=4)
     for at_s in (0.0, 10.0):
