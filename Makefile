@@ -4,6 +4,9 @@ BIN := .venv/bin
 CODE := crds dashboards metadata operator agent bench hack tests
 LEVELS := $(addprefix tests/,contract stateful sim crash faults threats adversity system peers)
 PYTEST := $(BIN)/python -m pytest
+# Tests of connectors and tiers that compute on a device as on the processor.
+ON_DEVICE := $(addprefix tests/system/test_,client_transformers.py client_transformers_cache.py handover_transformers.py) \
+  tests/unit/client/test_vllm.py tests/unit/agent/cache/test_five_tiers.py
 SEEDS ?= 200
 # How many examples a law is tried on: `make check` answers within 75 s, `make test` tries all (tests/conftest.py).
 EXAMPLES ?= quick
@@ -87,6 +90,7 @@ soak: setup ## Every invariant at the full counts of the table; hours; the log g
 
 test-gpu: setup ## Tests that need a CUDA device
 	@$(PYTEST) -q tests/gpu
+	@KVSTRATA_TEST_DEVICE=cuda $(PYTEST) -q $(ON_DEVICE)
 
 test-guest: setup ## CXL and NVMe tiers under a real kernel on an emulated machine (QEMU; minutes, 75 MB once)
 	@$(PYTEST) -q tests/guest

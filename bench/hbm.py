@@ -25,7 +25,7 @@ from kvstrata_agent.backends.device.hbm import open_hbm
 from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_client.connectors.paged import CudaWork, HostWork, PagedKv, offloaded
+from kvstrata_client.connectors.paged import PagedKv, offloaded, work_of
 from kvstrata_native.forms import Kind, Packing
 
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 256, 64, 4
@@ -102,13 +102,14 @@ class Bench:
             self._host(np.ones_like(self.rows)).view(torch.bfloat16).view(blocks, LAYERS, *shape[:1], *shape[2:])
         )
         self.table = np.random.default_rng(3).permutation(blocks).tolist()
-        self._work = CudaWork() if self.device.type == "cuda" else HostWork()
+        self._work = work_of(self.device)
 
     def pages_down(self) -> None:
         """Gather all blocks of the table, as a save does before it stores them."""
         blocks = len(self.table)
         batches = [range(at, min(at + BATCH_BLOCKS, blocks)) for at in range(0, blocks, BATCH_BLOCKS)]
-        for _ in offloaded(self._kv, self._work, self._kv.rows(self.table, range(blocks)), batches):
+        gather = self._kv.gatherer(self._kv.rows(self.table, range(blocks)))
+        for _ in offloaded(gather, self._work, BLOCK_BYTES, batches, self.device):
             pass
 
     def each_page_down(self) -> None:

@@ -195,7 +195,7 @@ def main() -> int:
         silence_s=4 * wait_s,
     )
     with Client.attach(target, wait_s=4 * wait_s) as client:
-        connector = CacheConnector(PrefixCache(client), model.config, layout)
+        connector = CacheConnector(PrefixCache(client), model.config, layout, model.device)
         is_decode = given.role == "decode"
         serve(given.port, Decode(model, connector, given.prefill) if is_decode else Prefill(model, connector))
     return 0

@@ -76,7 +76,7 @@ class Engine:
             saved_blocks=stored.published,
             refusal=_refusal(stored),
             moved_bytes=(restored_blocks + stored.published) * layout.block_bytes,
-            wrong_blocks=truth.wrong_blocks(pack(computed.cache, layout, 0, restored_blocks)),
+            wrong_blocks=truth.wrong_blocks(pack(computed.cache, layout, range(restored_blocks))),
             is_equal=model.is_equal(computed.logits, truth.logits[turn.number - 1]),
         )
 
@@ -110,5 +110,5 @@ def run_uninterrupted(llama: Model, turns: Sequence[Turn], layout: Layout) -> Un
     for turn in turns:
         logits.append(llama.run(turn, model.crop(cache, have), have))
         have = model.usable(turn, len(turn.tokens))
-    blocks = pack(cache, layout, 0, len(turns[-1].tokens) // layout.block_tokens)
+    blocks = pack(cache, layout, range(len(turns[-1].tokens) // layout.block_tokens))
     return Uninterrupted(turns, logits, blocks)

@@ -24,6 +24,7 @@ from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostE
 from kvstrata_client.cache import PrefixCache  # noqa: E402
 from kvstrata_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
 from support.client.tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
+from support.client.torch_device import DEVICE  # noqa: E402
 
 pytestmark = pytest.mark.system
 
@@ -38,7 +39,7 @@ def model() -> Any:
 def test_logits_after_a_restore_equal_those_of_the_uninterrupted_run(model: Any) -> None:
     kept = DynamicCache(config=CONFIG)
     run(model, PROMPT[:96], kept)
-    restored = unpack(pack(kept, LAYOUT, 0, 6), CONFIG, LAYOUT)
+    restored = unpack(pack(kept, LAYOUT, range(6)), CONFIG, LAYOUT, DEVICE)
     expected, actual = run(model, PROMPT[96:], kept), run(model, PROMPT[96:], restored)
 
     assert torch.equal(expected.view(torch.int16), actual.view(torch.int16))
@@ -57,7 +58,7 @@ def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_
         connectors = {}
         for name in "ab":
             client = attached(agent.socket, name, strict=True, layout=layout)
-            connectors[name] = CacheConnector(PrefixCache(client), CONFIG, layout)
+            connectors[name] = CacheConnector(PrefixCache(client), CONFIG, layout, DEVICE)
         kept = DynamicCache(config=CONFIG)
         run(model, ours, kept)
         assert connectors["a"].save(ours, kept).published == 5
@@ -71,7 +72,7 @@ def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_
         assert connectors["b"].save(theirs, restored.cache, first_block=4).published == 1
         again = connectors["b"].restore(theirs)
         assert (again.tokens, again.loaded.shared_blocks) == (80, 4)
-        assert np.array_equal(pack(again.cache, layout, 0, 5), pack(restored.cache, layout, 0, 5))
+        assert np.array_equal(pack(again.cache, layout, range(5)), pack(restored.cache, layout, range(5)))
         assert connectors["b"].restore(PROMPT[:72]).tokens == 64, "the prefix is recognised by all of its tokens"
         assert connectors["b"].restore(PROMPT[:71]).tokens == 64
         for connector in connectors.values():
@@ -88,7 +89,7 @@ def holding(tmp_path: Path, tiers: Callable[[], list[Tier]]) -> Iterator[tuple[A
         AgentThread(tmp_path / "agent.sock", tiers, party) as agent,
         attached(agent.socket, strict=True, layout=layout) as client,
     ):
-        connector = CacheConnector(PrefixCache(client), CONFIG, layout)
+        connector = CacheConnector(PrefixCache(client), CONFIG, layout, DEVICE)
         kept = DynamicCache(config=CONFIG)
         run(model, PROMPT[:192], kept)
         saved = [connector.save(PROMPT[: 16 * n], kept, first_block=n - 1).published for n in range(1, 13)]
@@ -130,7 +131,8 @@ def test_a_layerwise_restore_gives_the_same_bits_as_a_whole_one(
     assert torch.equal(expected.view(torch.int32), actual.view(torch.int32))
     assert (restoring.tokens, restoring.sources) == (192, ("dram",) * 12)
     assert 0 < overlap.first_layer_s <= overlap.all_layers_s
-    assert np.array_equal(pack(restoring.cache, connector._layout, 0, 12), pack(whole.cache, connector._layout, 0, 12))
+    layout = connector._layout
+    assert np.array_equal(pack(restoring.cache, layout, range(12)), pack(whole.cache, layout, range(12)))
     assert agent.call(lambda: len(agent.core.node.leases)) == 0
 
 
@@ -152,10 +154,10 @@ def test_a_layer_computes_before_the_next_one_has_arrived(stored: tuple[Any, Cac
     stream = connector._cache.stream(PROMPT, blocks_max=12)
     read = stream.read
 
-    def in_step(layers: range) -> Any:
+    def in_step(layers: range, into: Any) -> Any:
         """The second layer is not read before the first one's attention has run."""
         assert layers.start == 0 or first_computed.wait(20.0), "the engine waits for all layers"
-        return read(layers)
+        return read(layers, into)
 
     stream.read = in_step  # type: ignore[method-assign,assignment]
     connector._cache.stream = lambda *_, **__: stream  # type: ignore[method-assign]
@@ -175,7 +177,7 @@ def test_a_layer_that_cannot_be_had_is_raised_in_the_forward_pass_and_at_the_end
     agent.call(lambda: [agent.core.node.leases.end_where(lambda _: True)])
     stream = connector._cache.stream(PROMPT, blocks_max=12)
 
-    def broken(_: range) -> Any:
+    def broken(*_: Any) -> Any:
         raise BlockCorruptError("layer 0 of block 3")
 
     stream.read = broken  # type: ignore[method-assign,assignment]
@@ -213,24 +215,24 @@ def test_a_layerwise_restore_of_nothing_is_an_empty_cache(stored: tuple[Any, Cac
 def test_packing_what_was_unpacked_gives_the_same_bytes(model: Any) -> None:
     cache = DynamicCache(config=CONFIG)
     run(model, PROMPT[:64], cache)
-    blocks = pack(cache, LAYOUT, 0, 4)
+    blocks = pack(cache, LAYOUT, range(4))
 
-    assert np.array_equal(pack(unpack(blocks, CONFIG, LAYOUT), LAYOUT, 0, 4), blocks)
-    assert np.array_equal(pack(cache, LAYOUT, 1, 3), blocks[1:3])
+    assert np.array_equal(pack(unpack(blocks, CONFIG, LAYOUT, DEVICE), LAYOUT, range(4)), blocks)
+    assert np.array_equal(pack(cache, LAYOUT, range(1, 3)), blocks[1:3])
     assert not np.array_equal(blocks[0], blocks[1])
 
 
 def test_a_block_is_contiguous_by_layer_kv_head_token_and_dim(model: Any) -> None:
     cache = DynamicCache(config=CONFIG)
     run(model, PROMPT[:32], cache)
-    block = pack(cache, LAYOUT, 1, 2)[0].view(np.int16).reshape(3, 2, 2, 16, 16)
-    values = cache.layers[2].values[0, 1, 16:32].view(torch.int16).numpy()
+    block = pack(cache, LAYOUT, range(1, 2))[0].view(np.int16).reshape(3, 2, 2, 16, 16)
+    values = cache.layers[2].values[0, 1, 16:32].view(torch.int16).cpu().numpy()
 
     assert np.array_equal(block[2, 1, 1], values)
 
 
 def test_no_blocks_make_an_empty_cache() -> None:
-    cache = unpack(np.empty((0, LAYOUT.block_bytes), np.uint8), CONFIG, LAYOUT)
+    cache = unpack(np.empty((0, LAYOUT.block_bytes), np.uint8), CONFIG, LAYOUT, DEVICE)
 
     assert cache.get_seq_length() == 0
 
@@ -239,7 +241,7 @@ def test_saving_more_than_the_cache_holds_is_refused(model: Any) -> None:
     cache = DynamicCache(config=CONFIG)
     run(model, PROMPT[:31], cache)
     with pytest.raises(InvalidInputError, match="holds 31 tokens, 32 are to be saved"):
-        pack(cache, LAYOUT, 0, 2)
+        pack(cache, LAYOUT, range(2))
 
 
 def test_sliding_layers_are_refused() -> None:
@@ -248,7 +250,7 @@ def test_sliding_layers_are_refused() -> None:
     cache = DynamicCache(config=CONFIG)
     cache.layers[0] = DynamicSlidingWindowLayer(sliding_window=8)
     with pytest.raises(UnsupportedError, match="DynamicSlidingWindowLayer"):
-        pack(cache, LAYOUT, 0, 1)
+        pack(cache, LAYOUT, range(1))
 
 
 def test_a_layout_of_another_geometry_is_refused() -> None:

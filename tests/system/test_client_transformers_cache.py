@@ -26,6 +26,7 @@ from kvstrata_client.connectors import transformers_cache  # noqa: E402
 from kvstrata_client.connectors.transformers import SlidingLayer, layout_of, unpacked  # noqa: E402
 from kvstrata_client.connectors.transformers_cache import KvstrataCache  # noqa: E402
 from support.client.tiny_models import KINDS, VOCABULARY, made  # noqa: E402
+from support.client.torch_device import DEVICE  # noqa: E402
 
 pytestmark = pytest.mark.system
 
@@ -88,7 +89,7 @@ def ids(*lengths: int) -> Any:
 
 
 def tensor(*rows: list[int]) -> Any:
-    return torch.tensor(rows)
+    return torch.tensor(rows, device=DEVICE)
 
 
 def generate(model: Any, tokens: Any, cache: Any = None, new: int = NEW, **options: Any) -> Any:
@@ -197,7 +198,7 @@ def test_kv_that_left_memory_comes_back_for_a_caller_that_gives_new_tokens_alone
     seen = generate(model, prompt, plain)
     generate(model, prompt, cache)
     cache.offload()
-    mask = torch.ones(1, seen.shape[1] - 1 + 7, dtype=torch.long)
+    mask = torch.ones(1, seen.shape[1] - 1 + 7, dtype=torch.long, device=DEVICE)
     with torch.inference_mode():
         expected = model(new, attention_mask=mask, past_key_values=plain).logits
         actual = model(new, attention_mask=mask, past_key_values=cache).logits
@@ -344,8 +345,8 @@ def test_kv_that_does_not_follow_from_tokens_is_neither_saved_nor_restored(
     generate(llama, prompt, caching(llama, llama_client))
     options: dict[str, Any] = {
         "embeddings": {"inputs_embeds": llama.model.embed_tokens(prompt)},
-        "positions": {"input_ids": prompt, "position_ids": torch.arange(7, 7 + PROMPT)[None]},
-        "hole": {"input_ids": prompt, "attention_mask": torch.tensor([[1] * 40 + [0] * 9 + [1] * 51])},
+        "positions": {"input_ids": prompt, "position_ids": torch.arange(7, 7 + PROMPT, device=DEVICE)[None]},
+        "hole": {"input_ids": prompt, "attention_mask": tensor([1] * 40 + [0] * 9 + [1] * 51)},
         "inner": {"input_ids": prompt},
     }[what]
     run = llama.model if what == "inner" else llama
@@ -384,7 +385,7 @@ def test_what_does_not_fit_is_refused(llama: Any, llama_client: Client) -> None:
     generate(llama, prompt, cache)
     cache.offload()
     with pytest.raises(InvalidInputError, match="left memory"):
-        llama(prompt[:, :3], attention_mask=torch.ones(1, 300, dtype=torch.long), past_key_values=cache)
+        llama(prompt[:, :3], attention_mask=torch.ones(1, 300, dtype=torch.long, device=DEVICE), past_key_values=cache)
 
 
 def test_layers_of_another_kind_are_refused(llama_client: Client) -> None:
@@ -418,7 +419,7 @@ def test_columns_that_are_taken_back_while_the_kv_is_away_are_computed_no_more(
     cache = caching(llama, llama_client)
     generate(llama, prompt, cache, new=20)
     cache.offload()
-    mask = torch.ones(1, PROMPT + 3, dtype=torch.long)
+    mask = torch.ones(1, PROMPT + 3, dtype=torch.long, device=DEVICE)
     with torch.inference_mode():
         actual = llama(new, attention_mask=mask, past_key_values=cache).logits
         expected = llama(torch.cat([prompt, new], 1)).logits[:, -3:]

@@ -18,6 +18,7 @@ from kvstrata_api.errors import KvStrataError, LeaseLostError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
 from kvstrata_client.connectors.transformers import CacheConnector, layout_of  # noqa: E402
 from support.client.tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
+from support.client.torch_device import DEVICE  # noqa: E402
 
 pytestmark = pytest.mark.system
 
@@ -33,7 +34,7 @@ def model() -> Any:
 
 def connector_of(agent: PeerThread) -> Iterator[CacheConnector]:
     with attached(agent.socket, layout=LAYOUT) as client:
-        yield CacheConnector(PrefixCache(client), CONFIG, LAYOUT)
+        yield CacheConnector(PrefixCache(client), CONFIG, LAYOUT, DEVICE)
 
 
 @pytest.fixture

@@ -100,6 +100,15 @@ class PagedKv:
         found = self.read_tokens(layer, rows).unflatten(0, (len(rows.blocks), -1))
         self._shaped(into, rows).copy_(found.permute(0, 2, 3, 1, 4))
 
+    def gatherer(self, rows: TokenRows) -> "Gather":
+        """What `offloaded` gathers blocks by of which `rows` says where they lie."""
+        return partial(self._gather_blocks, rows)
+
+    def _gather_blocks(self, rows: TokenRows, blocks: range, into: Any) -> None:
+        layers, part = into.view(len(into), self.layout.layers, -1), rows.part(blocks)
+        for layer in range(self.layout.layers):
+            self.gather(layer, part, layers[:, layer])
+
     def scatter(self, layer: int, rows: TokenRows, source: Any) -> None:
         """Put a layer of blocks, as `gather` gives it, where their tokens lie."""
         self.write_tokens(layer, rows, self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1))
@@ -147,17 +156,23 @@ class DeviceWork(Protocol):
 
 
 class CudaWork:
-    """On the stream that is current."""
+    """On the stream of a device that is current, or on one of its own: then beside what the engine computes."""
+
+    def __init__(self, device: Any = None, stream: Any = None) -> None:
+        """Use a device, or the one that is current when work is started; so for its `torch.cuda.Stream`."""
+        self._device = device
+        self._stream = stream
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceWork`: pinned."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self, work: Callable[[], object]) -> Wait:
         """See `DeviceWork`."""
-        work()
-        done = torch.cuda.Event()
-        done.record()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()
+            done = torch.cuda.Event()
+            done.record()
         wait: Wait = done.synchronize
         return wait
 
@@ -167,7 +182,7 @@ class HostWork:
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceWork`."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, work: Callable[[], object]) -> Wait:
         """See `DeviceWork`."""
@@ -179,6 +194,19 @@ def _done() -> None:
     pass
 
 
+def work_of(device: Any, *, is_beside: bool = False) -> DeviceWork:
+    """What carries out work of a device that an engine's KV is on; `is_beside` what the engine computes there."""
+    if device.type != "cuda":
+        return HostWork()
+    return CudaWork(device, torch.cuda.Stream(device) if is_beside else None)
+
+
+def batches_of(blocks: range, block_bytes: int) -> list[range]:
+    """Blocks in runs of `BATCH_BYTES`, or of one block."""
+    step = max(1, BATCH_BYTES // block_bytes)
+    return [range(at, min(at + step, blocks.stop)) for at in range(blocks.start, blocks.stop, step)]
+
+
 class PagedConnector:
     """Saves and loads prompts of one engine. Blocking; one thread at a time."""
 
@@ -186,7 +214,7 @@ class PagedConnector:
         """Bind a prefix cache to an engine's pages; `work` is the device's, which is found out when it is None."""
         self._cache = cache
         self._kv = kv
-        self._work = work or (CudaWork() if kv.device.type == "cuda" else HostWork())
+        self._work = work or work_of(kv.device)
 
     def save(self, tokens: Sequence[int], table: Sequence[int], *, first_block: int = 0, session: str = "") -> Stored:
         """Store the full blocks of `tokens` from `first_block` on; `table` has the page of each run of tokens.
@@ -194,13 +222,14 @@ class PagedConnector:
         Comes back when the pages may be written again. Raises `InvalidInputError` for a table that does not fit.
         """
         layout, ids = self._kv.layout, token_ids(tokens)
-        stop, step = len(ids) // layout.block_tokens, max(1, BATCH_BYTES // layout.block_bytes)
+        stop = len(ids) // layout.block_tokens
         rows = self._kv.rows(table, range(min(first_block, stop), stop))
-        batches = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
+        batches = batches_of(range(first_block, stop), layout.block_bytes)
         stored = Stored()
-        for blocks, copied in offloaded(self._kv, self._work, rows, batches):
+        gather, device = self._kv.gatherer(rows), self._kv.device
+        for blocks, copied in offloaded(gather, self._work, layout.block_bytes, batches, device):
             made = self._cache.store(ids, copied, first_block=blocks.start, session=session)
-            stored = _added(stored, made)
+            stored = added(stored, made)
         return stored
 
     def load(
@@ -297,33 +326,35 @@ class PagedLoad:
             self.close()
 
 
+Gather = Callable[[range, Any], None]
+"""Fills (blocks, block bytes) uint8 on an engine's device with blocks of a prompt."""
+
+
 def offloaded(
-    kv: PagedKv, work: DeviceWork, rows: TokenRows, batches: Sequence[range]
+    gather: Gather, work: DeviceWork, block_bytes: int, batches: Sequence[range], device: Any
 ) -> Iterator[tuple[range, Bytes2D]]:
     """Batches of blocks in host memory, one after the other; the next one is in flight meanwhile.
 
     What is yielded is good until the next one is asked for.
     """
-    block_bytes = kv.layout.block_bytes
     most_bytes = max((len(blocks) for blocks in batches), default=0) * block_bytes
     rooms = [work.staging(most_bytes) for _ in batches[:_PIECES]]
     in_flight: deque[tuple[range, Bytes2D, Wait]] = deque()
     for number, blocks in enumerate(batches):
         room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
-        in_flight.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
+        in_flight.append((blocks, room.numpy(), work.start(partial(_bring_down, gather, blocks, room, device))))
         if len(in_flight) == _PIECES:
             yield _when_done(*in_flight.popleft())
     for one in in_flight:
         yield _when_done(*one)
 
 
-def _gather(kv: PagedKv, rows: TokenRows, into: Any) -> None:
+def _bring_down(gather: Gather, blocks: range, into: Any, device: Any) -> None:
     """Bring blocks into host memory: gathered on the device, they come in one copy."""
-    whole = torch.empty(into.shape, dtype=torch.uint8, device=kv.device)
-    layers = whole.view(len(into), kv.layout.layers, -1)
-    for layer in range(kv.layout.layers):
-        kv.gather(layer, rows, layers[:, layer])
-    into.copy_(whole, non_blocking=True)
+    whole = into if device.type == "cpu" else torch.empty(into.shape, dtype=torch.uint8, device=device)
+    gather(blocks, whole)
+    if whole is not into:
+        into.copy_(whole, non_blocking=True)
 
 
 def _when_done(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
@@ -331,7 +362,8 @@ def _when_done(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D
     return blocks, rows
 
 
-def _added(one: Stored, other: Stored) -> Stored:
+def added(one: Stored, other: Stored) -> Stored:
+    """What two stores of one prompt came to."""
     return Stored(
         one.published + other.published,
         one.existed + other.existed,

@@ -11,10 +11,10 @@ model computes the next ones.
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError, LeaseLostError, UnsupportedError
 from kvstrata_api.wire import Handover
 from kvstrata_client.cache import PrefixCache
+from kvstrata_client.connectors.paged import DeviceWork, added, batches_of, offloaded, work_of
 from kvstrata_client.prompt.handover import HandoverWriter
 from kvstrata_client.prompt.streaming import LayerStream
 from kvstrata_client.verbs.leases import lost
@@ -34,9 +35,6 @@ from kvstrata_client.verbs.results import Bytes2D, Loaded, Stored
 
 ARRIVE_S: Final = 30.0
 """A layer that is not copied by then never will be: copying takes milliseconds, and the blocks are in memory."""
-
-States = Callable[[Bytes2D], tuple[Any, Any]]
-"""Makes the keys and values of a layer, (1, heads, tokens, dim), from its bytes of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,9 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
             raise LeaseLostError(f"a layer was not there after {ARRIVE_S:.0f} s") from e
         self._note_wait(time.perf_counter() - begin_s)
         self._arrival = None
+        for states in (keys, values):
+            if states.is_cuda:  # Made on another stream, whose next layer may have their memory once this one is done.
+                states.record_stream(torch.cuda.current_stream(states.device))
         super().update(keys, values)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -97,10 +98,11 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
 class Arrivals:
     """Reads a stream to its end in a thread, and ends it. One for each restore."""
 
-    def __init__(self, stream: LayerStream, layers: int, states: States) -> None:
-        """Start to read."""
+    def __init__(self, stream: LayerStream, layout: Layout, device: Any, layers: int) -> None:
+        """Start to read, for a model on `device`."""
         self._stream = stream
-        self._states = states
+        self._layout = layout
+        self._device = device
         self.layers: tuple[Future[tuple[Any, Any]], ...] = tuple(Future() for _ in range(layers))
         self._ended: Future[bool] = Future()
         self._begin_s = time.perf_counter()
@@ -128,8 +130,11 @@ class Arrivals:
     def _read(self) -> None:
         is_valid = False
         try:
+            work = work_of(self._device, is_beside=True)
+            size_bytes = self._stream.blocks * self._layout.block_bytes // self._layout.layers
+            room = work.staging(size_bytes).view(self._stream.blocks, -1) if self.layers else None
             for number, layer in enumerate(self.layers):
-                layer.set_result(self._states(self._stream.read(range(number, number + 1))))
+                layer.set_result(self._bring(number, work, room))
                 self._times_s.append(time.perf_counter() - self._begin_s)
         except KvStrataError as e:
             self._fail(e)
@@ -140,15 +145,22 @@ class Arrivals:
             finally:
                 self._ended.set_result(is_valid)
 
+    def _bring(self, number: int, work: DeviceWork, room: Any) -> tuple[Any, Any]:
+        """Keys and values of a layer, when they are on the device; `room` may be filled again then."""
+        self._stream.read(range(number, number + 1), room.numpy())
+        made: list[tuple[Any, Any]] = []
+        work.start(lambda: made.append(_states(room.to(self._device, non_blocking=True), self._layout)))()
+        return made[0]
+
     def _fail(self, error: KvStrataError) -> None:
         for layer in self.layers:
             if not layer.done():
                 layer.set_exception(error)
 
 
-def arrived(stream: LayerStream) -> Arrivals:
+def arrived(stream: LayerStream, layout: Layout) -> Arrivals:
     """Arrivals of a cache that is whole already; `stream` was closed."""
-    return Arrivals(stream, 0, lambda _: (None, None))
+    return Arrivals(stream, layout, torch.device("cpu"), 0)
 
 
 PackLayer = Callable[[Any, Any, int, int], Bytes2D]
@@ -316,11 +328,17 @@ class Restoring:
 class CacheConnector:
     """Saves and restores the KV of prompts of one model."""
 
-    def __init__(self, cache: PrefixCache, config: PretrainedConfig, layout: Layout) -> None:
-        """Bind a prefix cache to a model's configuration. Raises `InvalidInputError` when the layout is another's."""
+    def __init__(
+        self, cache: PrefixCache, config: PretrainedConfig, layout: Layout, device: torch.device | str = "cpu"
+    ) -> None:
+        """Bind a prefix cache to a model's configuration, and to the device that it computes on.
+
+        Raises `InvalidInputError` when the layout is another model's.
+        """
         self._cache = cache
         self._config = config
         self._layout = layout
+        self._device = torch.device(device)
         check_layout(config, layout)
 
     def restore(self, tokens: Sequence[int], *, session: str = "") -> Restored:
@@ -332,7 +350,7 @@ class CacheConnector:
 
     def _loaded(self, tokens: Sequence[int], session: str, blocks_max: int) -> Restored:
         loaded = self._cache.load(tokens, session=session, blocks_max=blocks_max)
-        cache = unpack(loaded.data[: loaded.blocks], self._config, self._layout)
+        cache = unpack(loaded.data[: loaded.blocks], self._config, self._layout, self._device)
         return Restored(cache, loaded.blocks * self._layout.block_tokens, loaded)
 
     def restore_layerwise(
@@ -356,11 +374,15 @@ class CacheConnector:
             stream.close()
             whole = self._loaded(tokens, session, usable)
             return Restoring(
-                whole.cache, whole.tokens, whole.loaded.sources, whole.loaded.shared_blocks, arrived(stream)
+                whole.cache,
+                whole.tokens,
+                whole.loaded.sources,
+                whole.loaded.shared_blocks,
+                arrived(stream, self._layout),
             )
         count, sources = stream.blocks * self._layout.block_tokens, stream.sources
         cache = DynamicCache(config=self._config)
-        arrivals = Arrivals(stream, self._layout.layers if count else 0, partial(_states, layout=self._layout))
+        arrivals = Arrivals(stream, self._layout, self._device, self._layout.layers if count else 0)
         for number, arrival in enumerate(arrivals.layers):
             cache.layers[number] = ArrivingLayer(arrival, count, arrivals.note_wait)
         return Restoring(cache, count, sources, stream.shared_blocks, arrivals)
@@ -378,8 +400,12 @@ class CacheConnector:
 
     def save(self, tokens: Sequence[int], cache: DynamicCache, *, first_block: int = 0, session: str = "") -> Stored:
         """Store the full blocks of `tokens` from `first_block` on; `cache` must hold all of `tokens`."""
-        blocks = pack(cache, self._layout, first_block, len(tokens) // self._layout.block_tokens)
-        return self._cache.store(tokens, blocks, first_block=first_block, session=session)
+        stored = Stored()
+        blocks = range(first_block, len(tokens) // self._layout.block_tokens)
+        for part, made in packed(cache, self._layout, blocks):
+            one = self._cache.store(tokens, made, first_block=part.start, session=session)
+            stored = added(stored, one)
+        return stored
 
 
 def layout_of(config: PretrainedConfig, model: str, revision: str, dtype: str, block_tokens: int = 16) -> Layout:
@@ -410,39 +436,53 @@ def check_layout(config: PretrainedConfig, layout: Layout) -> None:
         raise InvalidInputError(f"dtype {layout.dtype}: must be one of {sorted(_DTYPES)}")
 
 
-def pack(
-    cache: DynamicCache, layout: Layout, first_block: int, stop_block: int, *, row: int = 0, pad: int = 0
-) -> Bytes2D:
-    """Bytes of blocks `first_block` to `stop_block` of a row: (blocks, block bytes), in the layout's order.
+def pack(cache: DynamicCache, layout: Layout, blocks: range) -> Bytes2D:
+    """Bytes of blocks, (blocks, block bytes) in the layout's order. Raises as `packed` does."""
+    rows = np.empty((len(blocks), layout.block_bytes), np.uint8)
+    for part, made in packed(cache, layout, blocks):
+        rows[part.start - blocks.start : part.stop - blocks.start] = made
+    return rows
 
-    The row's first token stands in column `pad`. Raises `InvalidInputError` for columns that are not held.
+
+def packed(
+    cache: DynamicCache, layout: Layout, blocks: range, *, row: int = 0, pad: int = 0
+) -> Iterator[tuple[range, Bytes2D]]:
+    """Bytes of blocks of a row, (blocks, block bytes) in the layout's order, some at a time.
+
+    What is yielded is good until the next is asked for. The row's first token stands in column `pad`. Raises
+    `InvalidInputError` for columns that are not held.
     """
-    count = max(0, stop_block - first_block)
-    blocks = np.empty((count, layout.block_bytes), np.uint8)
-    if not count:
-        return blocks
-    shaped = _shaped(blocks, layout)
-    start = pad + first_block * layout.block_tokens
-    stop = start + count * layout.block_tokens
-    for index, layer in enumerate(cache.layers):
-        for kv, states in enumerate(_columns(layer, start, stop)):
-            part = states[row].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
-            shaped[:, index, kv].copy_(part.transpose(0, 1))
-    return blocks
+    if not blocks:
+        return iter(())
+    start, stop = (pad + n * layout.block_tokens for n in (blocks.start, blocks.stop))
+    states = [_columns(layer, start, stop) for layer in cache.layers]
+    device = states[0][0].device
+    gather = partial(_gather, [tuple(part[row] for part in pair) for pair in states], layout, blocks.start)
+    return offloaded(gather, work_of(device), layout.block_bytes, batches_of(blocks, layout.block_bytes), device)
 
 
-def unpack(blocks: Bytes2D, config: PretrainedConfig, layout: Layout) -> DynamicCache:
-    """Make a cache from the bytes of leading blocks; the tensors are copies and contiguous, as computed ones are."""
+def _gather(states: Sequence[tuple[Any, ...]], layout: Layout, first: int, blocks: range, into: Any) -> None:
+    """Fill `into`, bytes of blocks, from layers of keys and values (heads, tokens from block `first` on, dim)."""
+    shaped, size = _shaped(into, layout), layout.block_tokens
+    for index, pair in enumerate(states):
+        for kv, part in enumerate(pair):
+            tokens = part[:, (blocks.start - first) * size : (blocks.stop - first) * size]
+            shaped[:, index, kv].copy_(tokens.unflatten(1, (len(blocks), size)).transpose(0, 1))
+
+
+def unpack(blocks: Bytes2D, config: PretrainedConfig, layout: Layout, device: Any) -> DynamicCache:
+    """Make a cache on a device from the bytes of leading blocks, with tensors that are contiguous as computed ones."""
     cache = DynamicCache(config=config)
     if not len(blocks):
         return cache
+    there = torch.from_numpy(blocks).to(device)
     for index in range(layout.layers):
-        keys, values = unpacked(blocks, layout, index)
+        keys, values = unpacked(there, layout, index)
         cache.update(keys.contiguous(), values.contiguous(), index)
     return cache
 
 
-def unpacked(blocks: Bytes2D, layout: Layout, index: int) -> tuple[Any, Any]:
+def unpacked(blocks: Any, layout: Layout, index: int) -> tuple[Any, Any]:
     """Keys and values of layer `index`, (1, heads, tokens, dim), from the bytes of consecutive blocks."""
     return _joined(_shaped(blocks, layout)[:, index])
 
@@ -454,21 +494,19 @@ def element_type(layout: Layout) -> Any:
 
 def _rows(keys: Any, values: Any, first_block: int, blocks: int, layout: Layout) -> Bytes2D:
     """Bytes of one layer of blocks, (blocks, bytes of a layer), from its states (1, heads, tokens, dim)."""
-    rows = np.empty((blocks, layout.block_bytes // layout.layers), np.uint8)
-    shape = (blocks, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
-    shaped = torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape)
-    tokens = slice(first_block * layout.block_tokens, (first_block + blocks) * layout.block_tokens)
-    for kv, states in enumerate((keys, values)):
-        part = states[0, :, tokens].unflatten(1, (blocks, layout.block_tokens))  # (heads, blocks, tokens, dim)
-        shaped[:, kv].copy_(part.transpose(0, 1))
+    alone = replace(layout, layers=1)
+    gather = partial(_gather, [(keys[0], values[0])], alone, 0)
+    wanted = range(first_block, first_block + blocks)
+    ((_, rows),) = offloaded(gather, work_of(keys.device), alone.block_bytes, [wanted], keys.device)
     return rows
 
 
-def _states(rows: Bytes2D, layout: Layout) -> tuple[Any, Any]:
-    """Keys and values of one layer, (1, heads, tokens, dim), contiguous, from its bytes of all blocks."""
-    shape = (len(rows), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
-    keys, values = _joined(torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape))
-    return keys.contiguous(), values.contiguous()
+def _states(rows: Any, layout: Layout) -> tuple[Any, Any]:
+    """Keys and values of one layer, (1, heads, tokens, dim), contiguous copies, from its bytes of all blocks."""
+    keys, values = (states.contiguous() for states in unpacked(rows, replace(layout, layers=1), 0))
+    if len(rows) == 1:  # One block is contiguous where it lies.
+        return keys.clone(), values.clone()
+    return keys, values
 
 
 def _joined(shaped: Any) -> tuple[Any, Any]:
@@ -477,10 +515,10 @@ def _joined(shaped: Any) -> tuple[Any, Any]:
     return keys, values
 
 
-def _shaped(blocks: Bytes2D, layout: Layout) -> Any:
-    """View of blocks as (blocks, layers, 2, heads, tokens, dim) elements."""
+def _shaped(blocks: Any, layout: Layout) -> Any:
+    """View of blocks, (blocks, block bytes) uint8, as (blocks, layers, 2, heads, tokens, dim) elements."""
     shape = (len(blocks), layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
-    return torch.from_numpy(blocks).view(_DTYPES[layout.dtype]).view(shape)
+    return blocks.view(_DTYPES[layout.dtype]).view(shape)
 
 
 def _columns(layer: Any, start: int, stop: int) -> tuple[Any, Any]:

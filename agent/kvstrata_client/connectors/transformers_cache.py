@@ -10,9 +10,10 @@ import copy
 import inspect
 import logging
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 import torch
@@ -22,7 +23,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvstrata_api.errors import InvalidInputError, KvStrataError, UnsupportedError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.transformers import SlidingLayer, check_layout, element_type, pack, unpacked
+from kvstrata_client.connectors.paged import Wait, batches_of, work_of
+from kvstrata_client.connectors.transformers import SlidingLayer, check_layout, element_type, packed, unpacked
 from kvstrata_client.connectors.transformers_rows import (
     Row,
     Rows,
@@ -42,9 +44,6 @@ _log: Final = logging.getLogger(__name__)
 
 DEADLINE_S: Final = 2.0
 """How long a prompt waits for a batch of its blocks before they are a miss, unless said otherwise."""
-PIECE_BYTES: Final = 64 << 20
-"""Of blocks that are packed at a time: bounds the memory that saving a long prompt takes."""
-
 _HARMLESS: Final = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "cache_position"})
 """Tensors among a model's arguments that say no more than the tokens do, or are looked at."""
 
@@ -247,14 +246,15 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
             stop = reach(rows, wanted, block_tokens)
             if stop <= held:
                 return rows
-            loads = _each(rows, [stop] * len(rows), lambda row, _: self._load(row, held, stop))
+            device = given.ids.device
+            loads = _each(rows, [stop] * len(rows), lambda row, _: self._load(row, held, stop, device))
         except KvStrataError as e:  # Of a strict client alone.
             _log.warning("nothing is restored: %s", e)
             return rows
         stop = min(stop, reach(rows, [load.stop_block for load in loads], block_tokens))
         if stop <= held:
             return rows
-        self._append(rows, held, stop, loads, given.ids.device)
+        self._append(rows, held, stop, loads, device)
         for row, load in zip(rows, loads, strict=True):
             self.hit_tokens.update(load.hits(row, range(held, stop), block_tokens))
         rows = tuple(load.noted(row) for row, load in zip(rows, loads, strict=True))
@@ -264,16 +264,31 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
     def _lookup(self, row: Row, blocks_max: int) -> int:
         return self._prefixes.lookup(row.tokens, session=self._session, blocks_max=blocks_max).blocks
 
-    def _load(self, row: Row, held: int, stop: int) -> "_Load":
-        """Blocks of a row that hold its tokens from column `held` to `stop`."""
-        block_tokens = self._layout.block_tokens
-        first, wanted = max(0, held - row.pad) // block_tokens, blocks_touching(row, stop, block_tokens)
-        if wanted <= first:
-            return _Load(first)
-        loaded = self._prefixes.load(
-            row.tokens, session=self._session, deadline_s=self._deadline_s, blocks_max=wanted, first_block=first
-        )
-        return _Load(first, loaded.data, loaded.sources)
+    def _load(self, row: Row, held: int, stop: int, device: Any) -> "_Load":
+        """Blocks of a row that hold its tokens from column `held` to `stop`, on the device."""
+        layout = self._layout
+        first, wanted = max(0, held - row.pad) // layout.block_tokens, blocks_touching(row, stop, layout.block_tokens)
+        load, work, waits = _Load(first, [], []), work_of(device), deque[Wait]()
+        batches = batches_of(range(first, wanted), layout.block_bytes)
+        rooms = [work.staging(len(batches[0]) * layout.block_bytes) for _ in batches[:2]]
+        for number, blocks in enumerate(batches):
+            if len(waits) == len(rooms):
+                waits.popleft()()
+            room = rooms[number % 2].view(-1, layout.block_bytes)[: len(blocks)]
+            loaded = self._prefixes.load(
+                row.tokens,
+                room.numpy(),
+                session=self._session,
+                deadline_s=self._deadline_s,
+                blocks_max=blocks.stop,
+                first_block=blocks.start,
+            )
+            waits.append(work.start(partial(load.add, room[: loaded.blocks], loaded.sources, device)))
+            if loaded.blocks < len(blocks):
+                break
+        for wait in waits:
+            wait()
+        return load
 
     def _append(self, rows: Rows, held: int, stop: int, loads: Sequence["_Load"], device: Any) -> None:
         """Give every layer columns `held` to `stop`, as a forward pass would; what is padding is masked, and zero."""
@@ -282,12 +297,14 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         for index, layer in enumerate(self.layers):
             states = [torch.zeros(shape, dtype=element_type(layout), device=device) for _ in range(2)]
             for number, (row, load) in enumerate(zip(rows, loads, strict=True)):
-                start = max(held, row.pad)
-                if load.data is None or start >= stop:
-                    continue
-                first = row.column_of(load.first_block, layout.block_tokens)
-                for made, part in zip(states, unpacked(load.data, layout, index), strict=True):
-                    made[number, :, start - held :] = part[0, :, start - first : stop - first]
+                block = load.first_block
+                for blocks in load.batches:
+                    first, block = row.column_of(block, layout.block_tokens), block + len(blocks)
+                    start, end = max(held, row.pad, first), min(stop, row.column_of(block, layout.block_tokens))
+                    if start >= end:
+                        continue
+                    for made, part in zip(states, unpacked(blocks, layout, index), strict=True):
+                        made[number, :, start - held : end - held] = part[0, :, start - first : end - first]
             layer.update(*states)
 
     def _from(self, start: int, rows: Rows, given: _Inputs) -> dict[str, Any]:
@@ -356,23 +373,23 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
 
     def _save(self, number: int, row: Row) -> Row:
         """Hand the agent the blocks of a row that are full, until it does not take one."""
-        layout = self._layout
+        size = self._layout.block_tokens
         first_column = max([layer.first_column for layer in self.layers if isinstance(layer, SlidingLayer)], default=0)
-        if row.column_of(row.saved_blocks, layout.block_tokens) < first_column:
+        if row.column_of(row.saved_blocks, size) < first_column:
             return replace(row, is_open=False)
-        step = max(1, PIECE_BYTES // layout.block_bytes)
-        while row.is_open and (count := min(step, row.full_blocks(layout.block_tokens) - row.saved_blocks)) > 0:
-            taken = self._store(number, row, row.saved_blocks + count)
-            row = replace(row, saved_blocks=row.saved_blocks + taken, is_open=taken == count)
+        blocks = range(row.saved_blocks, row.full_blocks(size) if row.is_open else row.saved_blocks)
+        for part, made in packed(self, self._layout, blocks, row=number, pad=row.pad):
+            taken = self._store(row, part.start, made)
+            row = replace(row, saved_blocks=part.start + taken, is_open=taken == len(part))
+            if not row.is_open:
+                break
         return row
 
-    def _store(self, number: int, row: Row, stop: int) -> int:
-        """Hand over blocks up to `stop`; returns how many there are now."""
-        first = row.saved_blocks
-        blocks = pack(self, self._layout, first, stop, row=number, pad=row.pad)
+    def _store(self, row: Row, first_block: int, blocks: Bytes2D) -> int:
+        """Hand over blocks of a row; returns how many of them there are now."""
         try:
             stored = self._prefixes.store(
-                row.tokens, blocks, first_block=first, session=self._session, deadline_s=self._deadline_s
+                row.tokens, blocks, first_block=first_block, session=self._session, deadline_s=self._deadline_s
             )
         except KvStrataError as e:  # Of a strict client alone.
             _log.warning("blocks are not saved: %s", e)
@@ -427,9 +444,14 @@ class _Load:
     """Blocks of one row that were loaded."""
 
     first_block: int
-    data: Bytes2D | None = None
-    """From `first_block` on; None where none were wanted."""
-    sources: tuple[str, ...] = ()
+    batches: list[Any]
+    """Their bytes from `first_block` on, (blocks, block bytes) uint8 of the model's device each."""
+    sources: list[str]
+
+    def add(self, blocks: Any, sources: Sequence[str], device: Any) -> None:
+        """Take blocks that follow; their memory on the host may be used again when the device is done."""
+        self.batches.append(blocks.to(device, non_blocking=True, copy=True))
+        self.sources.extend(sources)
 
     @property
     def stop_block(self) -> int:

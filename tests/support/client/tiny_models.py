@@ -18,6 +18,8 @@ from transformers import (  # noqa: E402
     MistralForCausalLM,
 )
 
+from support.client.torch_device import DEVICE  # noqa: E402
+
 VOCABULARY = 512
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -51,4 +53,4 @@ KINDS = tuple(_CONFIGS)
 def made(kind: str) -> Any:
     """A model, fp32 and seeded."""
     torch.manual_seed(7)
-    return _MODELS[kind](_CONFIGS[kind]()).eval()
+    return _MODELS[kind](_CONFIGS[kind]()).eval().to(DEVICE)

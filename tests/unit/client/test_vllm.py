@@ -43,6 +43,7 @@ from kvstrata_client.connectors.vllm.planner import (
 from kvstrata_client.connectors.vllm.worker import Pages
 from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
+from support.client.torch_device import DEVICE
 
 pytestmark = pytest.mark.unit
 
@@ -567,7 +568,7 @@ TWO_GROUPS = (Group(("l0", "l2"), (0, 2)), Group(("l1", "l3"), (1, 3)))
 
 def tensors_of(order: str, pages: int = 9, split: int = 1) -> dict[str, torch.Tensor]:
     sizes = {"p": pages * split, "t": PAGE // split, "k": 2, "h": 2, "d": 8}
-    made = [torch.randn([sizes[c] for c in order]) for _ in range(4)]
+    made = [torch.randn([sizes[c] for c in order]).to(DEVICE) for _ in range(4)]
     return {f"l{n}": t.flatten(3) if order.endswith("kd") else t for n, t in enumerate(made)}
 
 
@@ -587,7 +588,8 @@ def test_blocks_are_the_same_whatever_the_order_of_pages_and_a_window_leaves_pag
         for layer in range(4):
             at = tables[layer % 2][block // 2] * PAGE + block % 2 * BLOCK
             wanted = tokens[layer][at : at + BLOCK].permute(1, 2, 0, 3).contiguous()
-            assert torch.equal(pages.layers_of(rows)[block, layer].view(torch.float32).view(2, 2, BLOCK, 8), wanted)
+            found = pages.layers_of(rows)[block, layer].view(torch.float32).view(2, 2, BLOCK, 8)
+            assert torch.equal(found, wanted.cpu())
 
     fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     other = Pages(fresh, geometry, LAYOUT, None)
@@ -612,8 +614,10 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
 
 def test_a_latent_vector_is_one_part() -> None:
     layout = Layout("m", "r", "fp32", BLOCK, layers=4, kv_heads=1, head_dim=8, element_bytes=4, kv_parts=1)
-    tensors = {f"l{n}": torch.randn(9, PAGE, 8) for n in range(4)}
+    tensors = {f"l{n}": torch.randn(9, PAGE, 8).to(DEVICE) for n in range(4)}
     pages = Pages(tensors, Geometry(TWO_GROUPS, PAGE, 1, 8, 1, 4, "fp32"), layout, None)
     rows = pages.staging(2)
     pages.gather(((3,), (2,)), range(2), rows)()
-    assert np.array_equal(rows[1].numpy().view(np.float32).reshape(4, BLOCK, 8)[1], tensors["l1"][2, BLOCK:].numpy())
+    assert np.array_equal(
+        rows[1].numpy().view(np.float32).reshape(4, BLOCK, 8)[1], tensors["l1"][2, BLOCK:].cpu().numpy()
+    )

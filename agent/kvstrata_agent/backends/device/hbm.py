@@ -86,7 +86,7 @@ class CudaQueue:
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceQueue`: pinned, without which copies would go through the driver's buffers and block."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self, work: Callable[[], object]) -> Wait:
         """See `DeviceQueue`. Whoever waits sleeps: engines want the cores."""

@@ -20,7 +20,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.trace_context import passed_on
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.paged import BITS, CudaWork, DeviceWork, HostWork, PagedKv, TokenRows, Wait
+from kvstrata_client.connectors.paged import BITS, DeviceWork, PagedKv, TokenRows, Wait, work_of
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
 from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Saved, Tables
 
@@ -96,7 +96,7 @@ class Pages:
             for group in geometry.groups
         ]
         self.device = self._groups[0].device
-        self.work = work or (CudaWork() if self.device.type == "cuda" else HostWork())
+        self.work = work or work_of(self.device)
         self.layer_of = {n: p for g in geometry.groups for n, p in zip(g.layers, g.positions, strict=True)}
         """Position of each layer in a block, by its name."""
         self._at = {

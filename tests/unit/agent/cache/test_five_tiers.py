@@ -15,6 +15,7 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_node.discovery import discover
 from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest
 from support.agent.engine import Engine, close
+from support.client.torch_device import DEVICE
 
 pytestmark = pytest.mark.unit
 
@@ -37,7 +38,7 @@ async def five_tiers(tmp_path: Path) -> list[Tier]:
     ]
     for name in ("n", "o"):
         (tmp_path / name).mkdir()
-    place = Place("pool", "node", discover(), hbm_device="cpu")
+    place = Place("pool", "node", discover(), hbm_device=DEVICE.type)
     specs = [NodeTier.model_validate(tier) for tier in declared]
     return [Tier(spec, level, await make_backend(spec, place), level + 1) for level, spec in enumerate(specs)]
 
