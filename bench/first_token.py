@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -65,12 +64,8 @@ class Bench:
 
     def turn(self, ids: Any) -> dict[str, float]:
         """Seconds of everything that is done with one new prompt. Raises `WrongLogitsError`."""
-        prefix, config = ids.shape[1] - LAST, self.model.config
-        seconds: dict[str, float] = {}
-        cache = DynamicCache(config=config)
-        seconds[COMPUTED], _ = timed(partial(self.first_token, ids, cache))
-        kept, pinned = _first_columns(cache, prefix, config)
-        cache.reset()
+        prefix, seconds = ids.shape[1] - LAST, dict[str, float]()
+        seconds[COMPUTED], kept, pinned = self._computed(ids, prefix)
         seconds[SAVED], _ = timed(lambda: self.first_token(ids, KvstrataCache(self.model, self.client)))
         restored = KvstrataCache(self.model, self.client)
         seconds[WHOLE], whole = timed(lambda: self.first_token(ids, restored))
@@ -89,6 +84,12 @@ class Bench:
             if not torch.equal(found, expected):
                 raise WrongLogitsError(f"{name}: logits differ by {(found - expected).abs().max().item()}")
         return seconds
+
+    def _computed(self, ids: Any, prefix: int) -> tuple[float, DynamicCache, list[Any]]:
+        """Seconds of computing all, and KV of the first columns, on the device and in host memory."""
+        cache = DynamicCache(config=self.model.config)
+        took_s, _ = timed(lambda: self.first_token(ids, cache))
+        return took_s, *_first_columns(cache, prefix, self.model.config)
 
 
 def _first_columns(cache: DynamicCache, columns: int, config: Any) -> tuple[DynamicCache, list[Any]]:
