@@ -24,8 +24,8 @@ PYTHON_ABI: Final = (3, 11)
 # is asked when the module is loaded. Results are the same to the bit everywhere, so no fused multiply-add either.
 # Nobody asks for floating-point traps, and compilers that keep them exact make no vectors of choices.
 _FLAGS: Final = (
-    "-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math", "-Wall",
-    "-Wextra",
+    "-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math",
+    "-Wall", "-Wextra",
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ PYTHON: Final = "python"
 class Kernels(Protocol):
     """The data path's inner loops. Stateless; results are the same to the bit at every level.
 
-    Large calls release the GIL. None starts a thread. Memory may change under a call, or become zeros: the result is of
-    whatever was read then, and each byte is read once where a function promises so.
+    Large calls release the GIL. Threads are started where they are asked for. Memory may change under a call, or become
+    zeros: the result is of whatever was read then, and each byte is read once where a function promises so.
     """
 
     def copy(self, into: Buffer, source: Buffer, /) -> None:
@@ -43,11 +43,12 @@ class Kernels(Protocol):
         Raises `ValueError` when sizes differ, or when the two overlap.
         """
 
-    def copy_digest_each(self, blocks: Sequence[tuple[Buffer, Buffer, int]], /) -> list[bytes]:
+    def copy_digest_each(self, blocks: Sequence[tuple[Buffer, Buffer, int]], threads: int = 1, /) -> list[bytes]:
         """Do what `copy_digest` does for each, letting go of the GIL once for all.
 
-        Who copies block by block waits for the GIL as often: 5 ms each time beside a thread that keeps it. Raises
-        `ValueError` before anything is copied.
+        Who copies block by block waits for the GIL as often: 5 ms each time beside a thread that keeps it. Large ones
+        are shared by up to `threads` threads, 16 at most, so no target may lie in another. Raises `ValueError` before
+        anything is copied.
         """
 
     def copy_digests(self, into: Buffer, source: Buffer, seed: int, other: int, /) -> tuple[bytes, bytes]:

@@ -86,11 +86,11 @@ static PyObject *xxh3_128(PyObject *Py_UNUSED(module), PyObject *args)
 typedef struct {
     size_t size;
     int (*parse)(PyObject *block, void *one);
-    PyObject *(*work)(void *all, Py_ssize_t count);
+    PyObject *(*work)(void *all, Py_ssize_t count, long threads);
     void (*release)(void *one);
 } Batch;
 
-static PyObject *run_batch(PyObject *asked, const Batch *batch)
+static PyObject *run_batch(PyObject *asked, const Batch *batch, long threads)
 {
     PyObject *blocks = PySequence_List(asked), *made = NULL;
     Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
@@ -101,7 +101,7 @@ static PyObject *run_batch(PyObject *asked, const Batch *batch)
            batch->parse(PyList_GetItem(blocks, parsed), all + (size_t)parsed * batch->size))
         parsed++;
     if (all != NULL && parsed == count)
-        made = batch->work(all, count);
+        made = batch->work(all, count, threads);
     while (parsed > 0)
         batch->release(all + (size_t)--parsed * batch->size);
     PyMem_Free(all);
@@ -139,7 +139,7 @@ static PyObject *digests_of(const Pair *pair)
     return NULL;
 }
 
-static PyObject *hash_pairs(void *all, Py_ssize_t count)
+static PyObject *hash_pairs(void *all, Py_ssize_t count, long Py_UNUSED(threads))
 {
     Pair *pairs = all;
     Py_BEGIN_ALLOW_THREADS
@@ -174,7 +174,7 @@ static void release_pair(void *one)
 static PyObject *digest_pairs(PyObject *Py_UNUSED(module), PyObject *asked)
 {
     static const Batch batch = {sizeof(Pair), parse_pair, hash_pairs, release_pair};
-    return run_batch(asked, &batch);
+    return run_batch(asked, &batch, 1);
 }
 
 typedef struct {
@@ -210,7 +210,7 @@ static PyObject *end_of(const Arrival *one)
     return end;
 }
 
-static PyObject *copy_arrivals(void *all, Py_ssize_t count)
+static PyObject *copy_arrivals(void *all, Py_ssize_t count, long Py_UNUSED(threads))
 {
     Arrival *arrivals = all;
     Py_BEGIN_ALLOW_THREADS
@@ -260,7 +260,7 @@ static int parse_arrival(PyObject *block, void *parsed)
 static PyObject *copy_sound(PyObject *Py_UNUSED(module), PyObject *asked)
 {
     static const Batch batch = {sizeof(Arrival), parse_arrival, copy_arrivals, release_arrival};
-    return run_batch(asked, &batch);
+    return run_batch(asked, &batch, 1);
 }
 
 static PyObject *joined(PyObject *made, PyObject *other)
@@ -390,10 +390,12 @@ static PyObject *copy_all(void *all, Py_ssize_t count)
     return made;
 }
 
-static PyObject *copy_digest_each(PyObject *Py_UNUSED(module), PyObject *asked)
+static PyObject *copy_digest_each(PyObject *Py_UNUSED(module), PyObject *args)
 {
     static const Batch batch = {sizeof(Copying), parse_copying, copy_all, release_copying};
-    return run_batch(asked, &batch);
+    PyObject *asked;
+    long threads = 1;
+    return PyArg_ParseTuple(args, "O|l", &asked, &threads) ? run_batch(asked, &batch, threads) : NULL;
 }
 
 PyMethodDef memory_functions[] = {
@@ -402,7 +404,7 @@ PyMethodDef memory_functions[] = {
     {"digest_pairs", digest_pairs, METH_O, NULL},
     {"copy_sound", copy_sound, METH_O, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
-    {"copy_digest_each", copy_digest_each, METH_O, NULL},
+    {"copy_digest_each", copy_digest_each, METH_VARARGS, NULL},
     {"copy_digests", copy_digests, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

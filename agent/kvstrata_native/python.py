@@ -315,8 +315,9 @@ def copy_digest(into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
     return _copy_digests(into, source, (seed,))[0]
 
 
-def copy_digest_each(blocks: Sequence[tuple[Buffer, Buffer, int]], /) -> list[bytes]:
-    """Copy and hash each, likewise."""
+def copy_digest_each(blocks: Sequence[tuple[Buffer, Buffer, int]], threads: int = 1, /) -> list[bytes]:
+    """Copy and hash each, likewise; in one thread."""
+    del threads
     for into, source, _ in blocks:
         _checked_pair(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8), "copy and digest")
     return [copy_digest(into, source, seed) for into, source, seed in blocks]

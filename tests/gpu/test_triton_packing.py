@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when triton is imported: its own functions are kernels, too.
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 
+import kvstrata_native  # noqa: E402
 from kvstrata_agent.codec import triton_kernels as triton_packing  # noqa: E402
 from kvstrata_native import python  # noqa: E402
 from kvstrata_native.forms import Kind, Packing  # noqa: E402
@@ -89,3 +90,23 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         triton_packing.pack(on_device(words), Packing(Kind.INT8, 60, 60, is_by_column=False))
     with pytest.raises(ValueError, match="scales"):
         triton_packing.unpack(on_device(bytearray(64)), on_device(bytearray(2)), PACKINGS[0])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter would take minutes; torch sees no CUDA device")
+@pytest.mark.parametrize(
+    "packing", [Packing(Kind.INT4, 128, 64, is_by_column=False), Packing(Kind.INT4, 128, 2, is_by_column=True)], ids=str
+)
+def test_more_rows_than_a_grid_is_wide_are_packed_like_others(packing: Packing) -> None:
+    rows = 70_000 * packing.group if packing.is_by_column else 70_000
+    words = numbers(rows, packing.columns, "normal")
+    made = triton_packing.pack(on_device(words), packing)
+
+    assert made is not None
+    codes, scales = bytearray(packing.codes_bytes(rows)), bytearray(packing.scales_bytes(rows))
+    assert kvstrata_native.pack(codes, scales, words, packing)
+    assert made[0].cpu().numpy().tobytes() == codes
+    assert made[1].cpu().numpy().tobytes() == scales
+    wanted = np.empty_like(words)
+    kvstrata_native.unpack(wanted, codes, scales, packing)
+    found = triton_packing.unpack(*made, packing)
+    assert found.view(torch.int16).cpu().numpy().tobytes() == wanted.tobytes()

@@ -60,13 +60,16 @@ def _rows(count: int, packing: Packing) -> int:
 
 
 def _launch(rows: int, packing: Packing) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Programs and constants. A program sees `pairs` of neighbours in each of `deep` rows."""
+    """Programs and constants. A program sees `pairs` of neighbours in each of `deep` rows.
+
+    Rows are first: CUDA has room for 65,535 programs of a grid in any other dimension.
+    """
     if packing.is_by_column:
         pairs, deep = min(_STRIP, triton.next_power_of_2(packing.columns // 2)), packing.group
-        grid = (triton.cdiv(packing.columns // 2, pairs), triton.cdiv(rows, packing.group))
+        grid = (triton.cdiv(rows, packing.group), triton.cdiv(packing.columns // 2, pairs))
     else:
         pairs, deep = triton.next_power_of_2(packing.group // 2), 1
-        grid = (packing.columns // packing.group, rows)
+        grid = (rows, packing.columns // packing.group)
     wide = packing.columns if packing.is_by_column else packing.group
     sizes = {"rows": rows, "columns": packing.columns, "wide": wide, "deep": deep, "KIND": int(packing.kind)}
     sizes |= {"BY_COLUMN": packing.is_by_column, "PAIRS": pairs, "enable_fp_fusion": False}
@@ -149,7 +152,7 @@ def _pack(
     x, codes, scales, groups, rows, columns, wide, deep,
     KIND: tl.constexpr, BY_COLUMN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    across, down = tl.program_id(0), tl.program_id(1)
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, PAIRS) + (across * PAIRS if BY_COLUMN else 0)
     is_here = pair < wide // 2
     start = down * deep * columns + (0 if BY_COLUMN else across * wide)
@@ -206,7 +209,7 @@ def _unpack(
     x, codes, scales, groups, rows, columns, wide, deep,
     KIND: tl.constexpr, BY_COLUMN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    across, down = tl.program_id(0), tl.program_id(1)
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, PAIRS) + (across * PAIRS if BY_COLUMN else 0)
     is_here = pair < wide // 2
     start = down * deep * columns + (0 if BY_COLUMN else across * wide)

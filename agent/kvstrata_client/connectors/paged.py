@@ -201,9 +201,9 @@ def work_of(device: Any, *, is_beside: bool = False) -> DeviceWork:
     return CudaWork(device, torch.cuda.Stream(device) if is_beside else None)
 
 
-def batches_of(blocks: range, block_bytes: int) -> list[range]:
-    """Blocks in runs of `BATCH_BYTES`, or of one block."""
-    step = max(1, BATCH_BYTES // block_bytes)
+def batches_of(blocks: range, block_bytes: int, most_bytes: int = 0) -> list[range]:
+    """Blocks in runs of `most_bytes`, `BATCH_BYTES` unless said otherwise, or of one block."""
+    step = max(1, (most_bytes or BATCH_BYTES) // block_bytes)
     return [range(at, min(at + step, blocks.stop)) for at in range(blocks.start, blocks.stop, step)]
 
 

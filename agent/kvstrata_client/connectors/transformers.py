@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError, LeaseLostError, UnsupportedError
+from kvstrata_api.units import MIB
 from kvstrata_api.wire import Handover
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.connectors.paged import DeviceWork, added, batches_of, offloaded, work_of
@@ -35,6 +36,11 @@ from kvstrata_client.verbs.results import Bytes2D, Loaded, Stored
 
 ARRIVE_S: Final = 30.0
 """A layer that is not copied by then never will be: copying takes milliseconds, and the blocks are in memory."""
+
+
+BATCH_BYTES: Final = 256 * MIB
+"""Of blocks that cross to the device or back together, twice that is pinned. Each batch keys the whole prompt anew, at
+2.4 us a block, so that smaller ones cost a long prompt more than they hide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +464,8 @@ def packed(
     states = [_columns(layer, start, stop) for layer in cache.layers]
     device = states[0][0].device
     gather = partial(_gather, [tuple(part[row] for part in pair) for pair in states], layout, blocks.start)
-    return offloaded(gather, work_of(device), layout.block_bytes, batches_of(blocks, layout.block_bytes), device)
+    batches = batches_of(blocks, layout.block_bytes, BATCH_BYTES)
+    return offloaded(gather, work_of(device), layout.block_bytes, batches, device)
 
 
 def _gather(states: Sequence[tuple[Any, ...]], layout: Layout, first: int, blocks: range, into: Any) -> None:

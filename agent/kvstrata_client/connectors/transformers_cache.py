@@ -24,7 +24,14 @@ from kvstrata_api.errors import InvalidInputError, KvStrataError, UnsupportedErr
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.paged import Wait, batches_of, work_of
-from kvstrata_client.connectors.transformers import SlidingLayer, check_layout, element_type, packed, unpacked
+from kvstrata_client.connectors.transformers import (
+    BATCH_BYTES,
+    SlidingLayer,
+    check_layout,
+    element_type,
+    packed,
+    unpacked,
+)
 from kvstrata_client.connectors.transformers_rows import (
     Row,
     Rows,
@@ -269,7 +276,7 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         layout = self._layout
         first, wanted = max(0, held - row.pad) // layout.block_tokens, blocks_touching(row, stop, layout.block_tokens)
         load, work, waits = _Load(first, [], []), work_of(device), deque[Wait]()
-        batches = batches_of(range(first, wanted), layout.block_bytes)
+        batches = batches_of(range(first, wanted), layout.block_bytes, BATCH_BYTES)
         rooms = [work.staging(len(batches[0]) * layout.block_bytes) for _ in batches[:2]]
         for number, blocks in enumerate(batches):
             if len(waits) == len(rooms):

@@ -9,8 +9,8 @@ from kvstrata_client.connectors.vllm.worker import Pages
 
 
 class _ZeroPages(Pages):
-    def _scatter(self, loads: Any, layer: int) -> None:
-        super()._scatter([(load, torch.zeros_like(rows)) for load, rows in loads], layer)
+    def _bring(self, part: Any, there: list[Any]) -> None:
+        there.append(torch.zeros_like(part))
 
 
 class KvstrataConnector(Right):

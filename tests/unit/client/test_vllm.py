@@ -594,8 +594,10 @@ def test_blocks_are_the_same_whatever_the_order_of_pages_and_a_window_leaves_pag
     fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     other = Pages(fresh, geometry, LAYOUT, None)
     load = Load(1, 0, 6, ((3, 1, 5), (0, 0, 4)))
-    for layer in range(4):
-        other.scatter([(load, rows)], layer)()
+    waits = other.scatter([(load, rows)])
+    assert sorted(waits) == [0, 1, 2, 3]
+    for wait in waits.values():
+        wait()
     back = other.staging(2)
     other.gather(((3, 1, 5), (2, 7, 4)), range(4, 6), back)()
     assert torch.equal(back, rows[4:])

@@ -156,19 +156,33 @@ def test_a_copy_with_its_digest_is_both(level: str, size: int, at: int, to: int,
     assert (target[to + size :] == 7).all()
 
 
-@given(level=levels, each=st.lists(sizes, max_size=4), at=st.integers(0, 70), seed=seeds)
-@example(level=LEVELS[0], each=[0, 240, 241, 70_000], at=3, seed=1)
-def test_several_copies_with_their_digests_are_each_as_one(level: str, each: list[int], at: int, seed: int) -> None:
+@given(level=levels, each=st.lists(sizes, max_size=4), at=st.integers(0, 70), seed=seeds, threads=st.integers(-1, 99))
+@example(level=LEVELS[0], each=[0, 240, 241, 70_000], at=3, seed=1, threads=1)
+def test_several_copies_with_their_digests_are_each_as_one(
+    level: str, each: list[int], at: int, seed: int, threads: int
+) -> None:
     sources = [NOISE[at : at + size] for size in each]
     targets = [np.full(size, 7, np.uint8) for size in each]
 
     with kernels_of(level) as kernels:
         made = kernels.copy_digest_each([
             (into, source, seed + i) for i, (into, source) in enumerate(zip(targets, sources, strict=True))
-        ])  # fmt: skip
+        ], threads)  # fmt: skip
 
     assert made == [xxhash.xxh3_128_digest(source.data, seed + i) for i, source in enumerate(sources)]
     assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_threads_share_large_copies_and_each_is_as_one(level: str) -> None:
+    source = np.random.default_rng(4).integers(0, 256, (9, 2 << 20), np.uint8)
+    target = np.zeros_like(source)
+
+    with kernels_of(level) as kernels:
+        made = kernels.copy_digest_each([(*pair, i) for i, pair in enumerate(zip(target, source, strict=True))], 4)
+
+    assert made == [xxhash.xxh3_128_digest(row.data, i) for i, row in enumerate(source)]
+    assert np.array_equal(target, source)
 
 
 @pytest.mark.parametrize("level", LEVELS)

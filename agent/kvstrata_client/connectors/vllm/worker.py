@@ -20,7 +20,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.trace_context import passed_on
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.paged import BITS, DeviceWork, PagedKv, TokenRows, Wait, work_of
+from kvstrata_client.connectors.paged import BITS, DeviceWork, PagedKv, TokenRows, Wait, batches_of, work_of
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
 from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Saved, Tables
 
@@ -122,9 +122,24 @@ class Pages:
         """Copy blocks out of their pages into memory of the host; what is returned waits for it."""
         return self.work.start(partial(self._gather, tables, blocks, into))
 
-    def scatter(self, loads: Sequence[tuple[Load, torch.Tensor]], layer: int) -> Wait:
-        """Copy one layer of blocks into their pages."""
-        return self.work.start(partial(self._scatter, loads, layer))
+    def scatter(self, loads: Sequence[tuple[Load, torch.Tensor]]) -> dict[int, Wait]:
+        """Copy blocks into their pages, some at a time; what is returned waits for each layer of all of them.
+
+        To a device they cross the link as they lie in host memory and are taken apart there: layers by themselves would
+        go through pageable memory, at 7 GB/s instead of 54 (H100).
+        """
+        waits: dict[int, Wait] = {}
+        for load, staged in loads:
+            for blocks in batches_of(range(load.first_block, load.stop_block), self._layout.block_bytes):
+                part = staged[blocks.start - load.first_block : blocks.stop - load.first_block]
+                there: list[torch.Tensor] = []
+                self.work.start(partial(self._bring, part, there))
+                for layer in self.layer_of.values():
+                    waits[layer] = self.work.start(partial(self._scatter, load, blocks, there, layer))
+        return waits
+
+    def _bring(self, part: torch.Tensor, there: list[torch.Tensor]) -> None:
+        there.append(part.to(self.device, non_blocking=True))
 
     def _gather(self, tables: Tables, blocks: range, into: torch.Tensor) -> None:
         whole = into if self.device.type == "cpu" else torch.empty(into.shape, dtype=torch.uint8, device=self.device)
@@ -138,16 +153,13 @@ class Pages:
         if whole is not into:
             into.copy_(whole, non_blocking=True)
 
-    def _scatter(self, loads: Sequence[tuple[Load, torch.Tensor]], layer: int) -> None:
+    def _scatter(self, load: Load, blocks: range, there: Sequence[torch.Tensor], layer: int) -> None:
         group, within = self._at[layer]
-        kv = self._groups[group]
-        for load, staged in loads:
-            table = load.tables[group]
-            wanted = range(self._first(table, range(load.first_block, load.stop_block)), load.stop_block)
-            if wanted:
-                source = self.layers_of(staged)[wanted.start - load.first_block :, layer]
-                rows = kv.rows(self._table(group, table), wanted)
-                kv.scatter(within, rows, source.to(self.device, non_blocking=True))
+        kv, table = self._groups[group], load.tables[group]
+        first = max(blocks.start, self._first(table, range(load.first_block, load.stop_block)))
+        if first < blocks.stop:
+            rows = kv.rows(self._table(group, table), range(first, blocks.stop))
+            kv.scatter(within, rows, self.layers_of(there[0])[first - blocks.start :, layer])
 
     def _first(self, table: Sequence[int], blocks: range) -> int:
         """The first of consecutive blocks from which on all have pages."""
@@ -309,7 +321,7 @@ class Worker:
         if not found:
             return
         rows = [(load, s.rows[load.first_block - s.first_block : load.stop_block - s.first_block]) for load, s in found]
-        self._waits = {layer: self._pages.scatter(rows, layer) for layer in self._pages.layer_of.values()}
+        self._waits = self._pages.scatter(rows)
         self.loaded_blocks += sum(load.stop_block - load.first_block for load in loads)
         if not self._settings.layerwise:
             self._settle_loads()
