@@ -25,7 +25,7 @@ PYTHON_ABI: Final = (3, 11)
 # Nobody asks for floating-point traps, and compilers that keep them exact make no vectors of choices.
 _FLAGS: Final = (
     "-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math",
-    "-Wall", "-Wextra",
+    "-Wall", "-Wextra", "-Werror=incompatible-pointer-types",
 )  # fmt: skip
 
 

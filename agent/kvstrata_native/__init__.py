@@ -1,14 +1,16 @@
 """Inner loops of the data path, compiled where the build had a C compiler. `choice.Kernels` describes each.
 
 `level` names what runs: avx512_vbmi2, avx512, avx2, neon, scalar (compiled) or python (NumPy).
-`KVSTRATA_NATIVE_LEVEL` asks for one.
+`KVSTRATA_NATIVE_LEVEL` asks for one. `copy_threads` is how many threads copy large blocks at a time, which
+`KVSTRATA_COPY_THREADS` sets.
 """
 
 import os
 
-from kvstrata_native.choice import choose
+from kvstrata_native.choice import choose, choose_threads
 
 level, _running = choose(os.environ.get("KVSTRATA_NATIVE_LEVEL", ""))
+copy_threads = choose_threads(os.environ.get("KVSTRATA_COPY_THREADS", ""), len(os.sched_getaffinity(0)))
 
 copy = _running.copy
 copy_digest = _running.copy_digest

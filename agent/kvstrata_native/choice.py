@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvstrata_native.forms import Buffer, Mixing, Packing
 
 PYTHON: Final = "python"
+THREADS_MOST: Final = 16
 
 
 class Kernels(Protocol):
@@ -141,3 +142,16 @@ def choose(wanted: str) -> tuple[str, Kernels]:
         return PYTHON, python
     found.use(level)
     return level, found
+
+
+def choose_threads(wanted: str, cores: int) -> int:
+    """Threads that copy large blocks at a time: a fourth of the cores, 8 at most, or those that are wanted.
+
+    One copies 9 to 10 GB/s with a digest, 4 made 28 and 8 made 46, beside a link of 54 to the GPU (16 cores of a Xeon,
+    an H100; `bench/README.md`); engines want the other cores. Warns of what is no number from 1 to 16.
+    """
+    if wanted.isdecimal() and 1 <= int(wanted) <= THREADS_MOST:
+        return int(wanted)
+    if wanted:
+        warnings.warn(f"{wanted!r} threads that copy: 1 to {THREADS_MOST} wanted", stacklevel=2)
+    return max(1, min(8, cores // 4))

@@ -259,6 +259,18 @@ class TestHbmOnALateDevice(BackendContract):
         from kvstrata_agent.backends.device.hbm import HbmTier
         from support.backends.late_device import LateQueue
 
-        backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES)
+        backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES, threads=1)
+        yield backend
+        await backend.close()
+
+
+class TestHbmOfSeveralThreads(BackendContract):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        pytest.importorskip("torch")
+        from kvstrata_agent.backends.device.hbm import HbmTier
+        from support.backends.late_device import LateQueue
+
+        backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES, threads=3)
         yield backend
         await backend.close()

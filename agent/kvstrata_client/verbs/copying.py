@@ -5,10 +5,8 @@ heads is one for each layer and each of K and V. The agent gives a checksum for 
 for; a part is copied and hashed in one pass, as whole blocks are.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import xxhash
@@ -17,23 +15,7 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.verbs.results import Bytes2D, Lease, Reservation
-from kvstrata_native import copy, copy_digest, copy_digest_each
-
-
-def copy_threads(asked: str, cores: int) -> int:
-    """Threads that copy at a time: those that KVSTRATA_COPY_THREADS asks for, or a fourth of the cores, 8 at most.
-
-    One moves 8 to 10 GB/s with its checksums, where the link of a GPU moves 54 (H100, `bench/README.md`); engines want
-    the other cores. Raises `InvalidInputError` for what is no number from 1 to 16.
-    """
-    if not asked:
-        return max(1, min(8, cores // 4))
-    if not asked.isdecimal() or not 1 <= int(asked) <= 16:
-        raise InvalidInputError(f"KVSTRATA_COPY_THREADS is {asked!r}: a whole number from 1 to 16 wanted")
-    return int(asked)
-
-
-COPY_THREADS: Final = copy_threads(os.environ.get("KVSTRATA_COPY_THREADS", ""), len(os.sched_getaffinity(0)))
+from kvstrata_native import copy, copy_digest, copy_digest_each, copy_threads
 
 Pieces = tuple[memoryview, ...]
 """The caller's memory of one block or object, in order: unsigned bytes, contiguous each."""
@@ -69,7 +51,7 @@ def copy_verified_each(leases: Sequence[Lease], into: Sequence[Pieces]) -> list[
     """Do what `copy_verified` does for each of several blocks, and let go of the GIL once for all of them."""
     if all(len(pieces) == 1 for pieces in into):
         copies = [(pieces[0], x.view, bind(x.digest, x.epoch, x.stamp)) for x, pieces in zip(leases, into, strict=True)]
-        return [made == x.checksum for x, made in zip(leases, copy_digest_each(copies, COPY_THREADS), strict=True)]
+        return [made == x.checksum for x, made in zip(leases, copy_digest_each(copies, copy_threads), strict=True)]
     return [_copy_into_pieces(x, pieces) for x, pieces in zip(leases, into, strict=True)]
 
 
@@ -77,7 +59,7 @@ def fill_each(reservations: Sequence[Reservation], blocks: Sequence[Pieces]) -> 
     """Do what `fill` does for each of several blocks, and let go of the GIL once for all of them."""
     if all(len(block) == 1 for block in blocks):
         slots = [(_slot(x), block[0], _bound(x)) for x, block in zip(reservations, blocks, strict=True)]
-        return copy_digest_each(slots, COPY_THREADS)
+        return copy_digest_each(slots, copy_threads)
     return [_fill_from_pieces(x, block) for x, block in zip(reservations, blocks, strict=True)]
 
 
@@ -188,7 +170,7 @@ def copy_layers(leases: Sequence[Lease], heads: HeadRange, layers: range, into: 
         for bound in (bind(lease.digest, lease.epoch, lease.stamp),)
         for part, row in zip(parts, block, strict=True)
     ]
-    made = iter(copy_digest_each(copies, COPY_THREADS))
+    made = iter(copy_digest_each(copies, copy_threads))
     for number, lease in enumerate(leases):
         promised = [lease.parts[part * CHECKSUM_BYTES : (part + 1) * CHECKSUM_BYTES] for part in parts]
         if [next(made) for _ in parts] != promised:

@@ -1,5 +1,6 @@
 """A device that does everything as late as it may: what nobody waits for has not happened."""
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ class LateQueue:
         self.trims = 0
         self._allocated_bytes = 0
         self._works: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Raises `torch.OutOfMemoryError` for more than there is."""
@@ -40,16 +42,18 @@ class LateQueue:
 
     def start(self, work: Callable[[], object]) -> Wait:
         """Do nothing yet."""
-        self._works.append(work)
-        number, self.started = self.started, self.started + 1
-        self.most_under_way = max(self.most_under_way, self.started - self.done)
+        with self._lock:
+            self._works.append(work)
+            number, self.started = self.started, self.started + 1
+            self.most_under_way = max(self.most_under_way, self.started - self.done)
         return lambda: self._wait(number)
 
     def _wait(self, number: int) -> None:
-        while self.done <= number:
-            work, self.done = self._works.pop(0), self.done + 1
-            if self.done - 1 not in self.fails_at:
-                work()
+        with self._lock:
+            while self.done <= number:
+                work, self.done = self._works.pop(0), self.done + 1
+                if self.done - 1 not in self.fails_at:
+                    work()
         if number in self.fails_at:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api.checksum import checksum
-from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.verbs.copying import Pieces, copy_threads, copy_verified_each, cut, fill, fill_each
+from kvstrata_client.verbs.copying import Pieces, copy_verified_each, cut, fill, fill_each
 from kvstrata_client.verbs.results import Lease, Reservation
 
 pytestmark = pytest.mark.unit
@@ -112,11 +111,3 @@ def test_copying_several_blocks_waits_for_pythons_lock_once() -> None:
         spinning.join()
         sys.setswitchinterval(patience_s)
     assert took_s < 1.0
-
-
-def test_a_fourth_of_the_cores_copies_unless_something_else_is_asked_for() -> None:
-    assert [copy_threads("", cores) for cores in (1, 2, 7, 8, 16, 256)] == [1, 1, 1, 2, 4, 8]
-    assert copy_threads("16", 2) == 16
-    for asked in ("0", "17", "-1", "many", "1.5"):
-        with pytest.raises(InvalidInputError, match=f"KVSTRATA_COPY_THREADS is '{asked}': a whole number from 1 to 16"):
-            copy_threads(asked, 2)

@@ -13,6 +13,7 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstrata_native.choice import choose_threads
 from support.backends.native_levels import LEVELS, kernels_of
 
 pytestmark = pytest.mark.unit
@@ -183,6 +184,14 @@ def test_threads_share_large_copies_and_each_is_as_one(level: str) -> None:
 
     assert made == [xxhash.xxh3_128_digest(row.data, i) for i, row in enumerate(source)]
     assert np.array_equal(target, source)
+
+
+def test_a_fourth_of_the_cores_copies_unless_something_else_is_asked_for() -> None:
+    assert [choose_threads("", cores) for cores in (1, 2, 7, 8, 16, 256)] == [1, 1, 1, 2, 4, 8]
+    assert choose_threads("16", 2) == 16
+    for asked in ("0", "17", "-1", "many", "1.5"):
+        with pytest.warns(UserWarning, match=f"'{asked}' threads that copy: 1 to 16 wanted"):
+            assert choose_threads(asked, 8) == 2
 
 
 @pytest.mark.parametrize("level", LEVELS)

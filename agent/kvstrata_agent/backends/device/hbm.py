@@ -3,13 +3,16 @@
 Everything that touches a tier's memory goes through the queue of its device, allocation included: torch's default
 stream knows nothing of others, and zeroes of an allocation there could arrive after the first block. Blocks pass
 through a few pieces of host memory that take turns: while the device copies one block, the processor copies and hashes
-its neighbours. What comes up is verified in a piece, where nobody else can write, before any of it reaches the caller.
+its neighbours, several at a time where there are cores for it. What comes up is verified in a piece, where nobody else
+can write, before any of it reaches the caller.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +32,7 @@ from kvstrata_api.errors import (
     TierFullError,
     UnsupportedError,
 )
-from kvstrata_native import copy, copy_digests
+from kvstrata_native import copy, copy_digests, copy_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +171,7 @@ class _Piece:
 
 
 class Staging:
-    """Pieces of host memory for all devices of a tier. For one thread."""
+    """Pieces of host memory for all devices of a tier. For one thread at a time."""
 
     def __init__(self) -> None:
         self._pieces: deque[_Piece] = deque()
@@ -276,6 +279,7 @@ def _arrived(reading: Reading, piece: _Piece | KvStrataError) -> bytes | KvStrat
 
 
 End = TypeVar("End")
+Task = TypeVar("Task")
 
 
 def open_hbm(device: str, capacity_bytes: int) -> HbmTier:
@@ -287,9 +291,9 @@ def open_hbm(device: str, capacity_bytes: int) -> HbmTier:
 
 
 class HbmTier(DeviceTier["HbmMemory"]):
-    """Blocks in device memory (`GroupBackend`). Copies run in one thread, several under way at a time."""
+    """Blocks in device memory (`GroupBackend`). One group at a time, each by several threads."""
 
-    def __init__(self, queues: Sequence[DeviceQueue], capacity_bytes: int) -> None:
+    def __init__(self, queues: Sequence[DeviceQueue], capacity_bytes: int, threads: int = copy_threads) -> None:
         """Use one queue for each device. Raises `InvalidInputError` for more than the devices have."""
         _check_fits(queues, capacity_bytes)
         kind = queues[0].name.partition(":")[0]
@@ -300,7 +304,7 @@ class HbmTier(DeviceTier["HbmMemory"]):
             is_emulated=kind == DOUBLE,
             alignment_bytes=_ALIGNMENT_BYTES,
         )
-        super().__init__(capabilities, HbmMemory(queues), capacity_bytes, page_bytes=_ALIGNMENT_BYTES)
+        super().__init__(capabilities, HbmMemory(queues, threads), capacity_bytes, page_bytes=_ALIGNMENT_BYTES)
 
     @property
     def group(self) -> GroupBackend:
@@ -350,9 +354,10 @@ def _check_fits(queues: Sequence[DeviceQueue], capacity_bytes: int) -> None:
 class HbmMemory:
     """Extents on one or more devices (`DeviceMemory`), each whole on one of them."""
 
-    def __init__(self, queues: Sequence[DeviceQueue]) -> None:
+    def __init__(self, queues: Sequence[DeviceQueue], threads: int) -> None:
         self._queues = tuple(queues)
-        self._staging = Staging()
+        self._stagings = tuple(Staging() for _ in range(threads))
+        self._copying = ThreadPoolExecutor(threads, "kvstrata-copy")
         self._homes: dict[int, DeviceQueue] = {}
         self.tensors: dict[int, torch.Tensor] = {}
 
@@ -395,11 +400,27 @@ class HbmMemory:
 
     def write(self, writings: Sequence[Writing]) -> list[Record | KvStrataError]:
         """Copy records to their slots."""
-        return self._staging.write(writings, self)
+        return self._shared(writings, lambda staging, part: staging.write(part, self))
 
     def read(self, readings: Sequence[Reading]) -> list[bytes | KvStrataError]:
         """Copy records from their slots and verify them."""
-        return self._staging.read(readings, self)
+        return self._shared(readings, lambda staging, part: staging.read(part, self))
+
+    def _shared(
+        self, works: Sequence[Task], copies: Callable[[Staging, Sequence[Task]], list[End | KvStrataError]]
+    ) -> list[End | KvStrataError]:
+        """Have all stagings take a part of a group; returns when all of it is done."""
+        size = -(-len(works) // len(self._stagings)) or 1
+        parts = [works[at : at + size] for at in range(0, len(works), size)]
+        others = [
+            self._copying.submit(copies, staging, part)
+            for staging, part in zip(self._stagings[1:], parts[1:], strict=False)
+        ]
+        try:
+            ends = copies(self._stagings[0], parts[0]) if parts else []
+        finally:
+            futures.wait(others)
+        return ends + [end for other in others for end in other.result()]
 
     def broken(self) -> frozenset[int]:
         """A device that failed once is asked again."""
@@ -407,7 +428,9 @@ class HbmMemory:
 
     def close(self) -> None:
         """Clear everything."""
-        self._staging.close()
+        self._copying.shutdown()
+        for staging in self._stagings:
+            staging.close()
         for extent in tuple(self.tensors):
             with suppress(BackendFailedError):  # A driver clears what a process leaves.
                 self.release(extent)

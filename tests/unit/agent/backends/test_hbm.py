@@ -49,7 +49,7 @@ async def read_all(tier: HbmTier, writings: Sequence[Writing]) -> tuple[list[obj
 
 
 async def test_a_group_is_on_the_device_when_its_write_returns_and_comes_back_whole() -> None:
-    tier = HbmTier([LateQueue()], 4 * MIB)
+    tier = HbmTier([LateQueue()], 4 * MIB, threads=1)
     writings = writings_of(slots_of(tier))
 
     ends = await tier.write_group(writings)
@@ -64,7 +64,7 @@ async def test_a_group_is_on_the_device_when_its_write_returns_and_comes_back_wh
 
 async def test_several_copies_are_under_way_at_a_time_and_host_memory_is_bounded() -> None:
     queue = LateQueue()
-    tier = HbmTier([queue], 4 * MIB)
+    tier = HbmTier([queue], 4 * MIB, threads=1)
     slots = slots_of(tier)
     queue.start(lambda: None)()
 
@@ -80,7 +80,7 @@ async def test_several_copies_are_under_way_at_a_time_and_host_memory_is_bounded
 
 
 async def test_what_differs_from_its_checksum_reaches_nobody_and_its_neighbours_do() -> None:
-    tier = HbmTier([LateQueue()], 4 * MIB)
+    tier = HbmTier([LateQueue()], 4 * MIB, threads=1)
     writings = writings_of(slots_of(tier))
     await tier.write_group(writings)
     bad = writings[PIECES].slot
@@ -96,7 +96,7 @@ async def test_what_differs_from_its_checksum_reaches_nobody_and_its_neighbours_
 
 
 async def test_bytes_that_somebody_else_may_write_are_proven_in_the_copy() -> None:
-    tier = HbmTier([LateQueue()], 4 * MIB)
+    tier = HbmTier([LateQueue()], 4 * MIB, threads=1)
     slots = slots_of(tier)
     known = [ExpectedChecksum(checksum(content(n), record(n, content(n), s).key.digest, *OTHER_USE), OTHER_USE)
              for n, s in enumerate(slots)]  # fmt: skip
@@ -117,7 +117,7 @@ async def test_bytes_that_somebody_else_may_write_are_proven_in_the_copy() -> No
 
 
 async def test_a_reader_gets_a_checksum_for_its_own_use_of_the_bytes() -> None:
-    tier = HbmTier([HostQueue()], 4 * MIB)
+    tier = HbmTier([HostQueue()], 4 * MIB, threads=1)
     (writing,) = writings_of(slots_of(tier, 1))
     await tier.write_group([writing])
     room = memoryview(bytearray(BLOCK_BYTES))
@@ -130,7 +130,7 @@ async def test_a_reader_gets_a_checksum_for_its_own_use_of_the_bytes() -> None:
 
 async def test_a_copy_that_the_device_fails_at_costs_its_block_alone() -> None:
     queue = LateQueue()
-    tier = HbmTier([queue], 4 * MIB)
+    tier = HbmTier([queue], 4 * MIB, threads=1)
     slots = slots_of(tier)
     writings = writings_of(slots)
     queue.fails_at = frozenset({queue.started + 2, queue.started + MANY + 5})
@@ -151,7 +151,7 @@ async def test_a_copy_that_the_device_fails_at_costs_its_block_alone() -> None:
 
 
 async def test_a_block_larger_than_its_slot_is_refused_and_leaves_its_neighbour_alone() -> None:
-    tier = HbmTier([LateQueue()], 4 * MIB)
+    tier = HbmTier([LateQueue()], 4 * MIB, threads=1)
     first, second = slots_of(tier, 2)
     (_, kept) = writings_of([first, second])
     await tier.write_group([kept])
@@ -166,7 +166,7 @@ async def test_a_block_larger_than_its_slot_is_refused_and_leaves_its_neighbour_
 
 async def test_extents_lie_on_all_devices_and_on_the_other_when_one_is_full() -> None:
     small, large = LateQueue("late:0", 300_000), LateQueue("late:1", 8 * MIB)
-    tier = HbmTier([small, large], 2 * MIB)
+    tier = HbmTier([small, large], 2 * MIB, threads=1)
 
     slots = backend_contract.fill(tier, ANNA)
 
@@ -191,7 +191,7 @@ async def test_no_memory_left_says_how_much_was_asked_of_which_devices() -> None
 
 def test_more_than_the_devices_have_is_refused_at_the_start() -> None:
     with pytest.raises(InvalidInputError, match="3145728 B asked for; late:0 has 1048576 B, late:1 has 1048576 B"):
-        HbmTier([LateQueue("late:0", MIB), LateQueue("late:1", MIB)], 3 * MIB)
+        HbmTier([LateQueue("late:0", MIB), LateQueue("late:1", MIB)], 3 * MIB, threads=1)
 
 
 def test_other_devices_than_those_of_cuda_are_refused() -> None:
@@ -201,7 +201,7 @@ def test_other_devices_than_those_of_cuda_are_refused() -> None:
 
 async def test_memory_is_cleared_before_anybody_else_may_have_it() -> None:
     queue = LateQueue()
-    tier = HbmTier([queue], MIB)
+    tier = HbmTier([queue], MIB, threads=1)
     writings = writings_of(slots_of(tier, 2))
     await tier.write_group(writings)
     tensors = list(tier.memory.tensors.values())
@@ -218,7 +218,7 @@ async def test_memory_is_cleared_before_anybody_else_may_have_it() -> None:
 
 async def test_a_device_that_fails_at_clearing_says_so_and_the_tier_still_ends() -> None:
     queue = LateQueue()
-    tier = HbmTier([queue], MIB)
+    tier = HbmTier([queue], MIB, threads=1)
     slots_of(tier, 2)
     queue.fails_at = frozenset(range(1_000))
 

@@ -105,7 +105,7 @@ async def test_groups_go_into_device_memory_as_they_are_whatever_the_pool_compre
     from support.backends.late_device import LateQueue
 
     queue = LateQueue()
-    core = await core_above(HbmTier([queue], 4 * MIB), "Lossless")
+    core = await core_above(HbmTier([queue], 4 * MIB, threads=1), "Lossless")
 
     assert await push_down(core, entries_of(core)) == [True] * COUNT
     assert queue.most_under_way >= PIECES
