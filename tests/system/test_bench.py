@@ -137,6 +137,18 @@ def test_bench_handover_ends_with_the_agreed_line() -> None:
     assert min(said["ratios"][f"{what}_vs_whole"] for what in ("first_layer", "all_layers")) > 0
 
 
+def test_bench_first_token_compares_with_computing_and_with_one_copy() -> None:
+    command = (sys.executable, "-m", "bench.first_token", "--tiny", "--device", "cpu")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["versions"]["device"] == "the processor"
+    ways = ("whole", "layers_cold", "layers")
+    assert min(said["ratios"][f"256_{way}_vs_{what}"] for way in ways for what in ("computed", "limit")) > 0
+
+
 def test_bench_layers_ends_with_the_agreed_line() -> None:
     command = (sys.executable, "-m", "bench.layers", "--tiny")
 

@@ -1,4 +1,6 @@
-"""Which scope's keys to try, and where new blocks go: the chain of a prompt across trust scopes. Pure.
+"""Which scope's keys to try, and where new blocks go: the chain of a prompt across trust scopes.
+
+Pure, but for the keys that are remembered.
 
 A prompt's blocks are keyed once in every scope that its tenant may read. Domains are tried with the whole chain; from
 the last block that one of them has, the tenant's own scope may continue (its first key there has the shared key as
@@ -9,14 +11,88 @@ behind keeps its keys whether or not the share is complete just now. The longest
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys, matching, shared_blocks
+from kvstrata_api.blocks import (
+    BlockKey,
+    LayoutId,
+    ScopeId,
+    ScopeSecret,
+    chain_keys,
+    matching,
+    shared_blocks,
+    token_ids,
+)
 from kvstrata_client.verbs.results import Prefix, Scope
 
 Tokens = npt.NDArray[np.uint32]
+
+REMEMBERED_CHAINS: Final = 8
+REMEMBERED_BLOCKS: Final = 1 << 17
+"""In all of them: 20 MB of keys, or two prompts of a million tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    """Keys that were made."""
+
+    of: tuple[ScopeSecret, LayoutId, int, bytes]
+    """Scope, layout, tokens of a block, and the digest that the first key continues."""
+    packed: bytes
+    keys: tuple[BlockKey, ...]
+
+
+class KeyMemory:
+    """The chains that were keyed last: a key takes 2.4 us, and one prompt is looked up, loaded and stored in turn.
+
+    For any thread: what two make at a time, each makes for itself.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[_Keyed, ...] = ()
+
+    def keys(
+        self, secret: ScopeSecret, layout_id: LayoutId, tokens: Tokens, block_tokens: int, parent: bytes
+    ) -> tuple[BlockKey, ...]:
+        """What `chain_keys` makes; of a prompt that goes on only what is new is made."""
+        of, count = (secret, layout_id, block_tokens, parent), len(tokens) // block_tokens
+        packed = token_ids(tokens[: count * block_tokens]).tobytes()
+        last = self._last
+        for known in last:
+            if known.of == of and known.packed.startswith(packed):
+                return known.keys[:count]
+        begun = max(
+            (k for k in last if k.of == of and k.keys and packed.startswith(k.packed)), key=_length, default=None
+        )
+        if begun is None:
+            keys = tuple(chain_keys(secret, layout_id, tokens, block_tokens, parent=parent))
+        else:
+            rest = tokens[len(begun.keys) * block_tokens :]
+            keys = (
+                *begun.keys,
+                *chain_keys(secret, layout_id, rest, block_tokens, parent=begun.keys[-1].digest),
+            )
+        self._remember(_Keyed(of, packed, keys), [k for k in last if k is not begun])
+        return keys
+
+    def _remember(self, newest: _Keyed, others: Sequence[_Keyed]) -> None:
+        kept, blocks = [newest], len(newest.keys)
+        for known in others[: REMEMBERED_CHAINS - 1]:
+            blocks += len(known.keys)
+            if blocks > REMEMBERED_BLOCKS:
+                break
+            kept.append(known)
+        self._last = tuple(kept)
+
+
+def _length(keyed: _Keyed) -> int:
+    return len(keyed.keys)
+
+
+_memory: Final = KeyMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +183,8 @@ class Prompt:
     def chain(self, secret: ScopeSecret, *, first: int = 0, parent: bytes = b"", is_shared: bool = False) -> Chain:
         """Key the blocks from `first` on in one scope."""
         rest = self.tokens[first * self.block_tokens :]
-        keys = chain_keys(secret, self.layout_id, rest, self.block_tokens, parent=parent)
-        return Chain(secret.scope, first, tuple(keys), parent, is_shared)
+        keys = _memory.keys(secret, self.layout_id, rest, self.block_tokens, parent)
+        return Chain(secret.scope, first, keys, parent, is_shared)
 
     def head(self, blocks: int) -> "Prompt":
         """The same prompt up to a block."""
@@ -116,8 +192,8 @@ class Prompt:
 
     def listed_chain(self, secret: ScopeSecret, blocks: int) -> Chain:
         """Key the leading blocks in the scope of a share."""
-        keys = chain_keys(secret, self.layout_id, self.head(blocks).tokens, self.block_tokens)
-        return Chain(secret.scope, 0, tuple(keys), is_shared=True, is_listed=True)
+        keys = _memory.keys(secret, self.layout_id, self.head(blocks).tokens, self.block_tokens, b"")
+        return Chain(secret.scope, 0, keys, is_shared=True, is_listed=True)
 
 
 def share_chains(prompt: Prompt, shares: Sequence[Scope]) -> tuple[Chain, ...]:

@@ -8,11 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
+from kvstrata_client.prompt import chain
 from kvstrata_client.prompt.chain import (
+    REMEMBERED_CHAINS,
     Chain,
+    KeyMemory,
     Prompt,
     Route,
     Segment,
+    Tokens,
     best_route,
     continuations,
     own_target,
@@ -168,3 +172,41 @@ def test_a_part_of_a_chain_names_the_blocks_asked_for(start: int, stop: int) -> 
 
     assert later.part(start, stop) == whole.keys[max(start, 2) : stop]
     assert [later.parent_of(b) for b in range(2, 6)] == [whole.parent_of(b) for b in range(2, 6)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from((OWN, *SHARED)),
+            st.lists(st.integers(0, 1), max_size=7),
+            st.sampled_from([b"", b"p" * 20]),
+            st.integers(0, BLOCK_TOKENS - 1),
+        ),
+        max_size=3 * REMEMBERED_CHAINS,
+    )
+)
+def test_keys_that_are_remembered_are_those_that_would_be_made(
+    asked: list[tuple[ScopeSecret, list[int], bytes, int]],
+) -> None:
+    memory = KeyMemory()
+    for secret, blocks, parent, tail in asked:
+        tokens = np.repeat(np.array([*blocks, 9], np.uint32), BLOCK_TOKENS)[: len(blocks) * BLOCK_TOKENS + tail]
+
+        made = memory.keys(secret, PROMPT.layout_id, tokens, BLOCK_TOKENS, parent)
+
+        assert list(made) == chain_keys(secret, PROMPT.layout_id, tokens, BLOCK_TOKENS, parent=parent)
+
+
+def test_a_prompt_that_goes_on_is_keyed_where_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(secret: ScopeSecret, layout_id: LayoutId, tokens: Tokens, block_tokens: int, parent: bytes) -> object:
+        made.append(len(tokens) // block_tokens)
+        return chain_keys(secret, layout_id, tokens, block_tokens, parent=parent)
+
+    monkeypatch.setattr(chain, "chain_keys", counted)
+    memory, tokens = KeyMemory(), np.arange(100 * BLOCK_TOKENS, dtype=np.uint32)
+    for blocks in (40, 40, 7, 41, 100, 100):
+        memory.keys(OWN, PROMPT.layout_id, tokens[: blocks * BLOCK_TOKENS + 1], BLOCK_TOKENS, b"")
+
+    assert made == [40, 1, 59]
