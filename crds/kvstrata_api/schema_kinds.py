@@ -143,7 +143,7 @@ KINDS: Final = (
         (
             Column("Pool", ".spec.poolRef"),
             _condition("Active", "Active"),
-            Column("Expires", ".spec.expiresAt", "date"),
+            Column("Expires", ".spec.expiresAt"),
             Column("Consumers", ".status.consumers", "integer"),
             Column("Hits", ".status.hits", "integer"),
             _condition("Message", "Active", "message", is_wide=True),

@@ -155,3 +155,11 @@ def test_optional_references_and_constants_become_plain_schemas() -> None:
     assert made["properties"]["a"] == {"type": "object", "description": "Mine.", "properties": {}}
     assert made["properties"]["b"] == {"type": "string", "enum": ["x"], "description": "Default: x."}
     assert made["properties"]["c"]["description"] == "C. Default: false."
+
+
+@every_kind
+def test_columns_that_kubectl_shows_as_ages_are_of_the_past(kind: Kind) -> None:
+    """Of what is to come it would print `<invalid>`."""
+    ages = [column.path for column in kind.columns if column.type == "date"]
+
+    assert all(path.rpartition(".")[2] in {"creationTimestamp", "lastTransitionTime"} for path in ages), ages
