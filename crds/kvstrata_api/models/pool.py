@@ -1,8 +1,8 @@
 """KVPool: what an administrator declares about one model's KV cache on a set of nodes."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvstrata_api.models.base import SET, ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
 from kvstrata_api.models.conditions import Conditions
@@ -144,8 +144,19 @@ class TierAutoscale(ApiModel):
     cooldown_seconds: int = Field(300, ge=10, le=86_400, description="Between two steps of a tier.")
 
 
+_OPTIONAL_BLOCKS: Final = {TierType.HBM: ("hbm", "hbm"), TierType.HOST_DRAM: ("host_dram", "hostDRAM")}
+
+
+def with_block(tier: Any) -> Any:
+    """A tier's JSON with the block of its type, where a manifest may leave that out: all its fields have defaults."""
+    for of, names in _OPTIONAL_BLOCKS.items():
+        if isinstance(tier, dict) and tier.get("type") == of and all(tier.get(name) is None for name in names):
+            return {**tier, names[1]: {}}
+    return tier
+
+
 class PoolTier(ApiModel):
-    """One tier of a pool; exactly the block that matches `type` is set."""
+    """One tier of a pool; no block but the one that matches `type` is set."""
 
     name: Name = Field(description="Unique in the pool; label value in metrics.")
     type: TierType = Field(description="Medium; immutable.")
@@ -154,13 +165,17 @@ class PoolTier(ApiModel):
     autoscale: TierAutoscale | None = Field(
         None, description="Let the tier grow and shrink; capacityPerNode is where it begins. HostDRAM, CXL and NVMe."
     )
-    hbm: HbmTier | None = Field(None, description="Set exactly when type is HBM.")
-    host_dram: HostDramTier | None = Field(None, alias="hostDRAM", description="Set exactly when type is HostDRAM.")
+    hbm: HbmTier | None = Field(None, description="Only for type HBM; may be left out.")
+    host_dram: HostDramTier | None = Field(
+        None, alias="hostDRAM", description="Only for type HostDRAM; may be left out."
+    )
     cxl: CxlTier | None = Field(None, description="Set exactly when type is CXL.")
     nvme: NvmeTier | None = Field(None, description="Set exactly when type is NVMe.")
     remote_flash: RemoteFlashTier | None = Field(None, description="Set exactly when type is RemoteFlash.")
     object: ObjectTier | None = Field(None, description="Set exactly when type is Object.")
     encryption: Encryption = Field(Encryption(), description="Encryption at rest of this tier.")
+
+    _block = model_validator(mode="before")(with_block)
 
 
 class EvictionPolicy(ApiModel):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvstrata_api.models.base import COUNT_MAX, ApiModel, Count, Name, ObjectMeta, ObjectName, Text
 from kvstrata_api.models.conditions import Conditions
@@ -17,6 +17,7 @@ from kvstrata_api.models.pool import (
     NvmeTier,
     ObjectTier,
     RemoteFlashTier,
+    with_block,
 )
 from kvstrata_api.tiers import TierType
 
@@ -49,6 +50,8 @@ class NodeTier(ApiModel):
     remote_flash: RemoteFlashTier | None = Field(None, description="Set when type is RemoteFlash.")
     object: ObjectTier | None = Field(None, description="Set when type is Object.")
     encryption: Encryption = Field(Encryption(), description="Encryption at rest of this tier.")
+
+    _block = model_validator(mode="before")(with_block)
 
 
 class NodeDrain(ApiModel):

@@ -9,7 +9,7 @@ from kvstrata_api.models.pool import (
     LOW_WATERMARK_PERCENT,
     PAGE_SIZE,
 )
-from kvstrata_api.rules.rule import AnyRule, Json, Rule, Transition, exactly_when, size_bytes, unique
+from kvstrata_api.rules.rule import AnyRule, Json, Rule, Transition, exactly_when, only_when, size_bytes, unique
 
 BLOCK_OF_TYPE: Final = {
     "HBM": "hbm",
@@ -27,6 +27,8 @@ SHARED_TYPES: Final = ("RemoteFlash", "Object")
 SCALABLE_TYPES: Final = ("HostDRAM", "CXL", "NVMe")
 """Tiers that can grow and shrink while they are used."""
 
+OPTIONAL_BLOCKS = ("HBM", "HostDRAM")
+"""Types whose block has a default for every field, and may be left out."""
 AT_REST_TYPES = ("NVMe", "RemoteFlash", "Object")
 """Tiers whose bytes can be encrypted; engines map all others as they are."""
 
@@ -34,11 +36,12 @@ _PAGE_BYTES = ", ".join(f"'{name}': {size}" for name, size in units.PAGE_BYTES.i
 
 
 def block_matches_type(path: str) -> list[AnyRule]:
-    """Make the rules that a tier has the block of its type and no other."""
+    """Make the rules that a tier has the block of its type, where that has fields to set, and no other."""
 
     def rule(type_: str, field: str) -> Rule:
         condition = f"self.type == '{type_}'"
-        return exactly_when(field, condition, f"type is {type_}", lambda tier: bool(tier["type"] == type_), path)
+        made = only_when if type_ in OPTIONAL_BLOCKS else exactly_when
+        return made(field, condition, f"type is {type_}", lambda tier: bool(tier["type"] == type_), path)
 
     return [rule(type_, field) for type_, field in BLOCK_OF_TYPE.items()]
 

@@ -83,6 +83,17 @@ def exactly_when(field: str, cel_condition: str, words: str, condition: Callable
     )
 
 
+def only_when(field: str, cel_condition: str, words: str, condition: Callable[[Json], bool], path: str) -> Rule:
+    """Make the rule that `field` is set where a condition over its siblings holds, if at all."""
+    return Rule(
+        path,
+        f"!has(self.{field}) || {cel_condition}",
+        f"{field} may be set only when {words}",
+        lambda obj: field not in obj or condition(obj),
+        field,
+    )
+
+
 def unique(path: str, list_field: str, keys: tuple[str, ...], words: str) -> Rule:
     """Make the rule that no two items of a list agree in all of `keys` (required fields of its items)."""
     same = " && ".join(f"a.{k} == b.{k}" for k in keys)

@@ -193,8 +193,9 @@ _QUOTA = {"poolRef": "llama-70b", "tier": "dram", "hard": "1Gi"}
 RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
     *(
         ("kvpool-all-fields", (*_tier(i), field), GONE, f"spec.tiers[{i}].{field}")
-        for i, field in enumerate(("hbm", "hostDRAM", "cxl", "nvme", "remoteFlash", "object"))
+        for i, field in enumerate(("cxl", "nvme", "remoteFlash", "object"), 2)
     ),
+    ("kvpool-all-fields", (*_tier(0), "hostDRAM"), {}, "spec.tiers[0].hostDRAM"),
     *(
         ("kvpool-minimal", (*_tier(0), field), block, f"spec.tiers[0].{field}")
         for field, block in (

@@ -46,6 +46,16 @@ def test_every_bad_manifest_is_refused_by_the_name_of_its_field() -> None:
         assert any(p.field == bad.field for p in found), f"{bad.name}: {[str(p) for p in found]}"
 
 
+@pytest.mark.parametrize(("tier", "block"), [(0, "hbm"), (1, "hostDRAM")])
+def test_a_tier_without_the_block_of_its_defaults_is_as_one_with_an_empty_one(tier: int, block: str) -> None:
+    path = ("spec", "tiers", tier, block)
+    without = bad_manifests.with_value(EXAMPLES["kvpool-all-fields"], path, bad_manifests.GONE)
+    empty = bad_manifests.with_value(EXAMPLES["kvpool-all-fields"], path, {})
+
+    assert validate.validate(without) == []
+    assert validate.parse("KVPool", without) == validate.parse("KVPool", empty)
+
+
 @pytest.mark.parametrize("bad", BAD[:: len(BAD) // 20], ids=lambda b: b.name)
 def test_parsing_a_bad_manifest_raises_with_the_name_of_the_field(bad: bad_manifests.Bad) -> None:
     with pytest.raises(InvalidInputError) as refusal:
