@@ -1,15 +1,19 @@
-"""What isolation costs on one node's data path: the same agent with and without it, in turns.
+"""What isolation and traces cost on one node's data path: the same agent with and without them, in turns.
 
 `none`: one tenant with one scope and no rules. `tenant`: hard quotas of the tenant and 64 others. `domain`: a trust
-domain besides, whose scope is looked into before the tenant's own, with the audit of reads across tenants. Identity,
-keys and verified reads are part of all. Encryption at rest is measured by `bench.encryption`, reuse by `bench.reuse`.
+domain besides, whose scope is looked into before the tenant's own, with the audit of reads across tenants. `traced`:
+as `none`, and all spans are sent to a receiver in this process; `sampled`: those of one trace in a hundred are.
+Identity, keys, verified reads and metrics are part of all. Encryption at rest is measured by `bench.encryption`, reuse
+by `bench.reuse`.
 """
 
 import contextlib
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +30,9 @@ CASES_QUICK: Final = (Case(4 * KIB, 256, 1, 7), Case(2 * MIB, 32, 1, 7))
 CAPACITY_BYTES: Final = 1 << 30
 LOOKUPS: Final = 20
 """Of the whole set, in one measurement."""
-SIDES: Final = ("none", "tenant", "domain")
+SIDES: Final = ("none", "tenant", "domain", "traced", "sampled")
+RATIOS: Final = {"traced": "1", "sampled": "0.01"}
+"""Of traces that are sent."""
 WORKS: Final = ("put", "get", "lookup")
 
 
@@ -55,13 +61,41 @@ class Side:
                 self.seconds.setdefault((work, case.size), []).append(seconds)
 
 
+class _Receiver(BaseHTTPRequestHandler):
+    """Takes spans and throws them away."""
+
+    spans_bytes = 0
+
+    def do_POST(self) -> None:
+        """Read it, and be content."""
+        _Receiver.spans_bytes += len(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
 @contextlib.contextmanager
-def started(name: str) -> Iterator[Side]:
+def receiver() -> Iterator[str]:
+    """Address of an OTLP receiver."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+        finally:
+            server.shutdown()
+
+
+@contextlib.contextmanager
+def started(name: str, endpoint: str) -> Iterator[Side]:
     """Start an agent and a client; stop them at the end."""
+    traces = ("--otlp-endpoint", endpoint, "--trace-ratio", RATIOS[name]) if name in RATIOS else ()
+    isolation = "none" if name in RATIOS else name
     python = Path(sys.executable)
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as directory:
         socket = ("--socket", str(Path(directory) / "agent.sock"))
-        arguments = (*socket, "--capacity-bytes", str(CAPACITY_BYTES), "--isolation", name)
+        arguments = (*socket, "--capacity-bytes", str(CAPACITY_BYTES), "--isolation", isolation, *traces)
         with (
             Driver(Command(f"agent {name}", python, "bench.harness.agent_process", arguments)) as agent,
             Driver(Command(name, python, "bench.peers.ours", (*socket, "--tokens"))) as client,
@@ -91,8 +125,11 @@ def main() -> int:
     given = common.parser(__doc__).parse_args()
     cases = CASES_QUICK if given.quick else CASES
     with contextlib.ExitStack() as stack:
-        sides = {name: stack.enter_context(started(name)) for name in SIDES}
+        endpoint = stack.enter_context(receiver())
+        sides = {name: stack.enter_context(started(name, endpoint)) for name in SIDES}
         measure(cases, sides)
+    if not _Receiver.spans_bytes:
+        raise SystemExit("no spans came: what traces cost was not measured")
     rows: list[tuple[str, ...]] = []
     ratios: dict[str, float | None] = {}
     values: dict[str, float] = {}

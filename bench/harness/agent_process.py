@@ -36,6 +36,7 @@ from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, Po
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_telemetry import tracing
 from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
@@ -174,8 +175,12 @@ def main() -> None:
         choices=("none", "tenant", "domain"),
         help="tenant: quotas; domain: quotas, and a trust domain's scope to look into before the tenant's own",
     )
+    tracing.add_arguments(parser)
+    arguments = parser.parse_args()
     tame_collector()
-    asyncio.run(run(parser.parse_args()))
+    tracing.configure("agent", tracing.Sending.given(arguments))
+    asyncio.run(run(arguments))
+    tracing.shutdown()
 
 
 if __name__ == "__main__":
