@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, get_args
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from kvstrata_agent.serve.authorization import Attaching, Attachment, ScopeRight
     from kvstrata_agent.serve.load_counts import LoadCounts
     from kvstrata_agent.serve.session_verbs import SessionVerbs
-    from kvstrata_api.trace_context import Active
     from kvstrata_metadata.store.records import Location
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
@@ -237,7 +236,14 @@ class Verbs:
         call = self._acquire_call(context, request, digests)
         if call.handover is not None:
             return self._acquire_partial(at, request, call)
-        with self._acquiring(request, len(call.digests)) as active:
+        count, name = len(call.digests), request.session
+        with span(
+            "kvstrata.acquire",
+            parent=request.traceparent,
+            session_id=name,
+            pool=self._node.pool,
+            requested_blocks=count,
+        ) as active:
             acquired = self._cache.reader.acquire_now(call)
             active.set(hit_blocks=len(acquired.reads))
         if acquired.may_grow:
@@ -265,21 +271,17 @@ class Verbs:
         at.loads.note(call.digests, [r.source for r in reads], len(reads), self._node.clock())
         return self._acquired(at, request, call.context, reads)
 
-    def _acquiring(self, request: wire.Acquire, blocks: int) -> AbstractContextManager[Active]:
-        """The span of leasing so many blocks: one that is answered at once, or one that waits for some to come up."""
-        return span(
-            "kvstrata.acquire",
-            parent=request.traceparent,
-            session_id=request.session,
-            pool=self._node.pool,
-            requested_blocks=blocks,
-        )
-
     async def _acquire_slow(
         self, at: Attachment, request: wire.Acquire, call: AcquireCall, leased: list[Read]
     ) -> wire.AnyReply:
-        reader = self._cache.reader
-        with self._acquiring(request, len(call.digests)) as active:
+        reader, count, name = self._cache.reader, len(call.digests), request.session
+        with span(
+            "kvstrata.acquire",
+            parent=request.traceparent,
+            session_id=name,
+            pool=self._node.pool,
+            requested_blocks=count,
+        ) as active:
             began_s = self._node.clock()
             acquired = await reader.acquire(call, leased)
             at.loads.note(call.digests, acquired.held, acquired.captured, began_s)
