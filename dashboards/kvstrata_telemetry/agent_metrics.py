@@ -1,12 +1,21 @@
-"""The agent's metrics with the pool and the node filled in, and the children remembered: two lookups each."""
+"""The agent's metrics with the pool and the node filled in, and the children remembered: two lookups each.
+
+Tenants are the one label that others make values of: the first `TENANTS_NAMED_MAX` of a run are named, and what is
+counted for others is counted under one name.
+"""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvstrata_api.models.poolnode import SHARES_MAX, TENANTS_MAX
 from kvstrata_api.trust import Access, ScopeKind
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.metrics import Instruments
+
+TENANTS_NAMED_MAX: Final = 200
+"""With 8 tiers some 21,000 series of an agent at worst (`tests/unit/telemetry/test_cardinality.py`)."""
+OTHERS: Final = "(others)"
+"""No name of a namespace."""
 
 
 @dataclass(slots=True)
@@ -25,6 +34,7 @@ class Counters:
         self._instruments = instruments
         self._own = {"pool": pool, "node": node}
         self._children: dict[tuple[str, ...], Any] = {}
+        self._named: set[str] = set()
         self.blocks_queried = 0
         """Blocks looked up since the start; for the status."""
         self.blocks_hit = 0
@@ -41,17 +51,31 @@ class Counters:
         """Add to a counter."""
         child = self._children.get((name, *labels.values()))
         if child is None:
+            if not self._is_named(labels):
+                labels["tenant"] = OTHERS
             child = self._instruments.counter(name, **self._own, **labels)
             self._children[(name, *labels.values())] = child
         child.inc(amount)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
+        """Set a gauge. Those of tenants that are not named are left out: the last one would stand for all."""
         child = self._children.get((name, *labels.values()))
         if child is None:
+            if not self._is_named(labels):
+                return
             child = self._instruments.gauge(name, **self._own, **labels)
             self._children[(name, *labels.values())] = child
         child.set(value)
+
+    def _is_named(self, labels: dict[str, str]) -> bool:
+        """Whether labels that were not seen before may be shown as they are."""
+        tenant = labels.get("tenant")
+        if tenant is None or tenant in self._named:
+            return True
+        if len(self._named) == TENANTS_NAMED_MAX:
+            return False
+        self._named.add(tenant)
+        return True
 
     def forget(self, name: str, **labels: str) -> None:
         """Remove the series of a gauge whose subject is gone. Harmless when there is none."""
