@@ -89,8 +89,7 @@ soak: setup ## Every invariant at the full counts of the table; hours; the log g
 	@hack/soak.sh
 
 test-gpu: setup ## Tests that need a CUDA device
-	@$(PYTEST) -q tests/gpu
-	@KVSTRATA_TEST_DEVICE=cuda $(PYTEST) -q $(ON_DEVICE)
+	@KVSTRATA_TEST_DEVICE=cuda $(PYTEST) -q tests/gpu $(ON_DEVICE)
 
 test-guest: setup ## CXL and NVMe tiers under a real kernel on an emulated machine (QEMU; minutes, 75 MB once)
 	@$(PYTEST) -q tests/guest
