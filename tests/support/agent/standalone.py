@@ -78,6 +78,7 @@ class Up:
     objects: list[Json] = field(default_factory=list)
     module: str = "kvstrata_client.cli"
     """What has kvstrata's command line."""
+    pool: str = POOL
 
     def __enter__(self) -> Self:
         return self
@@ -152,5 +153,5 @@ class Up:
 
     def client(self, token: str | Path = NO_TOKEN, *, wait_s: float = WAIT_S) -> Client:
         """A client, attached or not; strict, so that what goes wrong is raised."""
-        target = Target(self.socket, POOL, token, LAYOUT, timeout_s=30.0, move_timeout_s=60.0, silence_s=60.0)
+        target = Target(self.socket, self.pool, token, LAYOUT, timeout_s=30.0, move_timeout_s=60.0, silence_s=60.0)
         return Client.attach(target, strict=True, wait_s=wait_s)

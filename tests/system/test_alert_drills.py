@@ -1,0 +1,446 @@
+"""Every alert is made to fire by a real fault on real processes, and is quiet again once the fault is gone.
+
+The rules are those of `dashboards/alerts.yaml` with all durations divided by `FACTOR`, on a real Prometheus.
+"""
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from threats.raw_caller import RawCaller
+
+from controlplane import ControlPlane
+from controlplane.ports import free_ports
+from drawing import prometheus_server
+from kvstrata import Client, PrefixCache
+from kvstrata_agent.policy.reuse_curve import SAME_USE_S
+from kvstrata_api import names, wire
+from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
+from support.agent import standalone
+from support.agent.standalone import Json, Up, content, declared, tokens
+from support.backends.damage import flip
+from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, dram, keys_of, make_tenant, nvme, until
+from support.metadata import replicas
+from support.metadata.replicas import Redis
+from support.operator import operated_fleet
+from support.operator.process import Replica
+from support.runner.drills import WAIT_S, Alerts, Drill, carry_out, quickened, repeating
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+RULES = Path(__file__).resolve().parents[2] / "dashboards" / "alerts.yaml"
+FACTOR = 120
+"""10 minutes become 5 s, and an hour 30 s."""
+SCRAPE_S = 0.6
+"""As long as a scrape may take on a busy machine, and several of them lie within each range."""
+POOL = "drilled"
+NODES = ("drilled-a", "drilled-b")
+FIRST, SECOND = ({"pool": POOL, "node": node} for node in NODES)
+AN_HOUR_AGO = f"count(kvstrata_agent_info offset {3600 * 1000 // FACTOR}ms) == {len(NODES)}"
+TENANT, OTHER = "team-a", "team-b"
+"""Namespaces with one engine each, which their tenants claim."""
+EIGHTH = 64
+"""Blocks of 8 KiB in an eighth of 4 MiB."""
+QUICK = ("--authority-settle-s", "1", "--resync-s", "1")
+"""An operator signs at once, and lists all that it follows once a second."""
+
+
+@contextmanager
+def watched(folder: Path, ports: dict[str, int]) -> Iterator[Alerts]:
+    """A Prometheus with the quick rules that scrapes these ports, whoever listens there."""
+    rules = folder / "alerts.yaml"
+    rules.write_text(quickened(RULES.read_text(), FACTOR))
+    targets = {job: [f"127.0.0.1:{port}"] for job, port in ports.items()}
+    with prometheus_server.start(folder, targets, rules, SCRAPE_S) as server:
+        yield Alerts(server, RULES)
+
+
+@dataclass
+class Fleet:
+    """Two agents of one pool, an operator, a metadata service and its Redis. Each listens on a port of its own."""
+
+    plane: ControlPlane
+    folder: Path
+    redis: Redis
+    agents: list[Agent]
+    configs: dict[str, Path]
+    ports: dict[str, int]
+    stack: ExitStack
+    operator: Replica = field(init=False)
+    metadata: replicas.Replica = field(init=False)
+
+    def start_operator(self, *more: str) -> None:
+        port = ("--metrics-port", str(self.ports["operator"]))
+        self.operator = Replica(self.configs["operator"], self.folder, *port, *QUICK, *more)
+        self.stack.callback(self.operator.process.wait)
+        self.stack.callback(self.operator.process.kill)
+
+    def start_metadata(self) -> None:
+        self.metadata = replicas.launch(
+            "metadata", self.configs["metadata"], self.redis, self.folder,
+            "--metrics-port", str(self.ports["metadata"]), lease_s=2.0,
+        )  # fmt: skip
+        self.stack.callback(self.metadata.end)
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    plane: ControlPlane, kubeconfig: Path, operator_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    account = plane.service_account_kubeconfig(SYSTEM, "kvstrata-metadata", folder / "metadata.kubeconfig")
+    ports = dict(zip(("operator", "metadata", *NODES), free_ports(4), strict=True))
+    agents = []
+    for node in NODES:
+        (folder / node).mkdir()
+        agents.append(Agent(plane, kubeconfig, folder / node, POOL, node, metrics_port=ports[node]))
+        operated_fleet.make_node(agents[-1])
+    for tenant in (TENANT, OTHER):
+        make_tenant(plane, tenant)
+    redis = Redis(folder)
+    asyncio.run(redis.start())
+    with ExitStack() as stack:
+        stack.callback(lambda: asyncio.run(redis.server.stop()))
+        operated_fleet.join_redis(plane, redis)
+        operated_fleet.declare(plane, agents[0], [dram(16 * MIB), nvme(folder / "nvme", 64 * MIB)])
+        configs = {"operator": operator_config, "metadata": account}
+        made = Fleet(plane, folder, redis, agents, configs, ports, stack)
+        made.start_metadata()
+        made.start_operator()
+        for agent in agents:
+            stack.enter_context(agent).launch()
+        for agent in agents:
+            until(agent.is_serving)
+            until(agent.says("Ready", "True"))
+        until(lambda: made.metadata.is_up and made.metadata.leads)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alerts(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alerts]:
+    with watched(tmp_path_factory.mktemp("prometheus"), fleet.ports) as watch:
+        assert watch.server.wait(lambda: watch.server.healthy_targets() == len(fleet.ports))
+        yield watch
+
+
+@contextmanager
+def agents_and_metadata_are_killed(fleet: Fleet) -> Iterator[None]:
+    fleet.metadata.end()
+    for agent in fleet.agents:
+        agent.stop(signal.SIGKILL)
+    yield
+    fleet.start_metadata()
+    for agent in fleet.agents:
+        agent.ready_file.unlink()
+        agent.launch()
+    for agent in fleet.agents:
+        until(agent.is_serving)
+
+
+@contextmanager
+def operator_is_killed_and_an_agent_starts(fleet: Fleet) -> Iterator[None]:
+    """Nobody signs the agent's certificate."""
+    fleet.operator.end(signal.SIGKILL)
+    fleet.agents[0].stop(signal.SIGKILL)
+    fleet.agents[0].start()
+    yield
+    fleet.start_operator()
+
+
+@contextmanager
+def agent_leaves(fleet: Fleet) -> Iterator[None]:
+    """It says so, so that the operator need not wait for its Lease to end."""
+    fleet.agents[1].stop(signal.SIGTERM)
+    yield
+    fleet.agents[1].start()
+
+
+@contextmanager
+def api_server_hangs(fleet: Fleet) -> Iterator[None]:
+    fleet.plane.pause_apiserver(4 * WAIT_S)
+    yield
+    fleet.plane.resume_apiserver()
+
+
+@contextmanager
+def operator_loses_its_role(fleet: Fleet) -> Iterator[None]:
+    role = ("clusterrolebinding", names.FIELD_MANAGER_OPERATOR)
+    binding = fleet.plane.kubectl("get", *role, "-o", "json")
+    fleet.plane.kubectl("delete", *role)
+    yield
+    fleet.plane.kubectl("apply", "-f", "-", stdin=binding)
+
+
+@contextmanager
+def redis_is_killed(fleet: Fleet) -> Iterator[None]:
+    fleet.redis.kill()
+    yield
+    asyncio.run(fleet.redis.start())
+
+
+@contextmanager
+def redis_has_no_memory_left(fleet: Fleet) -> Iterator[None]:
+    limit = fleet.redis.cli("CONFIG", "GET", "maxmemory").split()[-1]
+    fleet.redis.cli("CONFIG", "SET", "maxmemory", "1mb")
+    yield
+    fleet.redis.cli("CONFIG", "SET", "maxmemory", limit)
+
+
+@contextmanager
+def scope_is_claimed_erased_whose_tenant_lives(fleet: Fleet) -> Iterator[None]:
+    """The API server contradicts the agent that lost sight of a Secret."""
+    make_tenant(fleet.plane, "leaving")
+    tenant = fleet.plane.api.get(f"{GROUP}/kvtenants/leaving")
+    secret = ScopeSecret(ScopeId(f"tenant/leaving/{tenant['metadata']['uid']}/v1"), b"l" * 32)
+
+    async def claim() -> None:
+        async with replicas.agent(fleet.redis, "elsewhere", replicas.blocks(1), secret=secret) as directory:
+            assert await directory.claim_erased(secret)
+
+    asyncio.run(claim())
+    yield
+    fleet.plane.kubectl("delete", "kvtenant", "leaving")
+
+
+@contextmanager
+def engine_shows_a_wrong_token(fleet: Fleet) -> Iterator[None]:
+    first = fleet.agents[0]
+
+    def knock() -> None:
+        with RawCaller(first.socket) as stranger:
+            assert isinstance(stranger.ask(wire.Attach(1, "not a token", POOL, LAYOUT)), wire.Failed)
+
+    with repeating(knock, 0.1):
+        yield
+
+
+@contextmanager
+def engine_asks_for_blocks_of_another_tenant(fleet: Fleet) -> Iterator[None]:
+    first = fleet.agents[0]
+    token = fleet.plane.service_account_token(OTHER, "engine", names.AUDIENCE)
+    with first.client(TENANT) as owner, RawCaller(first.socket) as hostile:
+        keys = keys_of(owner, 1)
+        assert isinstance(hostile.ask(wire.Attach(1, token, POOL, LAYOUT)), wire.Granted)
+        numbers = itertools.count(2)
+        ask = lambda: hostile.ask(wire.Lookup(next(numbers), keys[0].scope, pack_digests(keys)))  # noqa: E731
+        with repeating(ask, 0.1):
+            yield
+
+
+LEFT = Drill(agent_leaves, {"KvstrataAgentsLost": {"pool": POOL}, "KvstrataPoolNotReady": {"pool": POOL}}, AN_HOUR_AGO)
+FLEET_DRILLS = {
+    "api-server": [
+        Drill(api_server_hangs, {"KvstrataOperatorWithoutLeader": {}, "KvstrataMetadataWithoutLeader": {}}),
+    ],
+    "refused": [
+        Drill(scope_is_claimed_erased_whose_tenant_lives, {"KvstrataEraseWaits": {}}),
+        Drill(redis_has_no_memory_left, {"KvstrataRedisNearlyFull": {}}),
+        Drill(operator_loses_its_role, {"KvstrataRequestsRefused": {"verb": "GET"}}),
+        Drill(engine_shows_a_wrong_token, {"KvstrataAttachRefused": FIRST}),
+        Drill(engine_asks_for_blocks_of_another_tenant, {"KvstrataScopesRefused": FIRST}),
+    ],
+    "operator": [
+        Drill(
+            operator_is_killed_and_an_agent_starts, {"KvstrataOperatorAbsent": {}, "KvstrataCertificateEnding": FIRST}
+        ),
+    ],
+    "redis": [Drill(redis_is_killed, {"KvstrataRedisDown": {}, "KvstrataDirectoryDown": FIRST}), LEFT],
+    "agents": [
+        Drill(
+            agents_and_metadata_are_killed,
+            {"KvstrataAgentsAbsent": {}, "KvstrataMetadataAbsent": {}, "KvstrataAgentsLost": {"pool": POOL}},
+            AN_HOUR_AGO,
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FLEET_DRILLS)
+def test_alerts_of_a_fleet_fire_and_clear(name: str, fleet: Fleet, alerts: Alerts) -> None:
+    carry_out(FLEET_DRILLS[name], fleet, alerts)
+
+
+class Machine:
+    """Two agents without Kubernetes: one has memory alone, the other two devices below a small memory."""
+
+    def __init__(self, folder: Path, ports: dict[str, int]) -> None:
+        self.devices = [folder / "disks" / name for name in ("a", "b")]
+        dram = {"name": "dram", "type": "HostDRAM", "capacityPerNode": "4Mi", "hostDRAM": {"pageSize": "4Ki"}}
+        nvme = {"name": "nvme", "type": "NVMe", "capacityPerNode": "64Mi", "nvme": {"paths": [*map(str, self.devices)]}}
+        self.memory = self._declared(folder / "memory", ports["memory"], [dram])
+        self.disks = self._declared(folder / "disks", ports["disks"], [dram, nvme])
+        self.seeds = itertools.count(16)
+        """Of prefixes that nobody has stored before."""
+
+    @staticmethod
+    def _declared(home: Path, port: int, tiers: list[Json]) -> Up:
+        home.mkdir()
+        up = Up(home, ("--metrics-port", str(port)), pool=home.name)
+        spec = {"compatibility": {"model": "*", "revision": "*", "dtype": "bf16"}, "tiers": tiers}
+        up.declare(declared("KVPool", up.pool, spec | {"policy": {"recompute": {"type": "AlwaysFetch"}}}))
+        return up
+
+    def store(self, cache: PrefixCache) -> int:
+        """Store a new prefix of an eighth of the memory; its seed."""
+        seed = next(self.seeds)
+        cache.store(tokens(seed, EIGHTH), content(seed, EIGHTH))
+        return seed
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Alerts]]:
+    folder = tmp_path_factory.mktemp("machine")
+    ports = dict(zip(("memory", "disks"), free_ports(2), strict=True))
+    made = Machine(folder, ports)
+    with made.memory as memory, made.disks as disks:
+        memory.start()
+        disks.start()
+        with watched(folder, ports) as watch:
+            yield made, watch
+
+
+@contextmanager
+def devices_fail(machine: Machine) -> Iterator[None]:
+    """One returns other bytes than it was given, the other one returns none. Engines work before and behind it."""
+    rotten, lost = machine.devices
+    with machine.disks.client() as client:
+        cache = PrefixCache(client)
+
+        def work() -> None:
+            seed = machine.store(cache)
+            cache.load(tokens(seed - 16, EIGHTH))  # Has left the memory.
+
+        def fail() -> None:
+            for segment in rotten.rglob("seg-*.kv"):
+                for at in range(100, segment.stat().st_size, 4096):
+                    flip(segment, at, 0xFF)
+            for segment in lost.rglob("seg-*.kv"):
+                os.truncate(segment, 0)
+            work()
+
+        for _ in range(16):
+            work()
+        with repeating(fail, 0.1):
+            yield
+
+
+@contextmanager
+def engine_keeps_what_it_reserves(machine: Machine) -> Iterator[None]:
+    """All of the memory, and fills none of it."""
+    client = machine.memory.client()
+    with client, repeating(lambda: client.reserve(chain(client, next(machine.seeds), 8 * EIGHTH)), 0.2):
+        yield
+
+
+@contextmanager
+def nobody_reads_what_is_stored(machine: Machine) -> Iterator[None]:
+    """Until engines read again what they store."""
+    with machine.memory.client() as client:
+        cache = PrefixCache(client)
+        with repeating(lambda: machine.store(cache), 0.05):
+            yield
+        for _ in range(4):
+            stored = [machine.store(cache) for _ in range(6)]
+            time.sleep(SAME_USE_S)  # A load that follows at once is no other use.
+            for seed in stored:
+                cache.load(tokens(seed, EIGHTH))
+
+
+def chain(client: Client, seed: int, blocks: int) -> list[BlockKey]:
+    assert client.grants is not None
+    own = client.grants.own
+    assert own is not None
+    return chain_keys(own.secret, standalone.LAYOUT.layout_id(), tokens(seed, blocks), standalone.LAYOUT.block_tokens)
+
+
+MACHINE_DRILLS = {
+    "devices": [
+        Drill(
+            devices_fail,
+            {
+                "KvstrataBlocksCorrupt": {"pool": "disks", "node": "local", "tier": "nvme"},
+                "KvstrataTierIoErrors": {"pool": "disks", "node": "local", "tier": "nvme", "operation": "read"},
+            },
+        )
+    ],
+    "full": [
+        Drill(
+            engine_keeps_what_it_reserves,
+            {"KvstrataTierStaysFull": {"pool": "memory", "node": "local", "tier": "dram"}},
+        )
+    ],
+    "polluted": [
+        Drill(
+            nobody_reads_what_is_stored,
+            {"KvstrataCacheIneffective": {"pool": "memory", "node": "local", "kind": "Polluted"}},
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MACHINE_DRILLS)
+def test_alerts_of_a_machine_fire_and_clear(name: str, machine: tuple[Machine, Alerts]) -> None:
+    carry_out(MACHINE_DRILLS[name], *machine)
+
+
+UNDRILLED = {
+    "KvstrataDeviceOut": "to come",
+    "KvstrataObjectStoreRefuses": "to come",
+    "KvstrataAnnouncementsDropped": "to come",
+    "KvstrataHitRatioCollapsed": "to come",
+    "KvstrataLookupsSlow": "to come",
+    "KvstrataDeadAgentsRemain": "to come",
+}
+"""Alerts without a drill, each with the reason."""
+
+
+def test_every_alert_has_a_drill_or_a_reason_for_having_none() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    declared = {rule["alert"] for group in groups for rule in group["rules"]}
+    of_fleet = {alert for drills in FLEET_DRILLS.values() for drill in drills for alert in drill.alerts}
+    of_machine = {alert for drills in MACHINE_DRILLS.values() for drill in drills for alert in drill.alerts}
+    drilled = of_fleet | of_machine
+
+    assert drilled | UNDRILLED.keys() == declared
+    assert not drilled & UNDRILLED.keys()
+
+
+def test_quick_rules_are_the_rules_but_for_their_durations() -> None:
+    slow, quick = (yaml.safe_load(text)["groups"] for text in (RULES.read_text(), quickened(RULES.read_text(), 60)))
+    for rule, other in zip(slow[0]["rules"], quick[0]["rules"], strict=True):
+        assert {**rule, "for": "", "expr": without_durations(rule)} == {
+            **other, "for": "", "expr": without_durations(other),
+        }  # fmt: skip
+
+
+def without_durations(rule: Json) -> str:
+    return re.sub(r"(\[|offset )\d+[a-z]+", r"\1", rule["expr"])
+
+
+@pytest.mark.parametrize(
+    ("expr", "quick"),
+    [
+        ("increase(a_total[15m]) > 3", "increase(a_total[15000ms]) > 3"),
+        ("x < 0.5 * (rate(x_total[30m] offset 1d))", "x < 0.5 * (rate(x_total[30000ms] offset 1440000ms))"),
+        ('a{offset="1h", b="[5m]"} - time() < 14400', 'a{offset="1h", b="[5m]"} - time() < 14400'),
+    ],
+)
+def test_ranges_and_offsets_are_divided_and_nothing_else(expr: str, quick: str) -> None:
+    rule = {"alert": "A", "for": "1m", "expr": expr}
+    (group,) = yaml.safe_load(quickened(yaml.safe_dump({"groups": [{"rules": [rule]}]}), 60))["groups"]
+
+    assert group["rules"] == [{**rule, "for": "1000ms", "expr": quick}]
+
+
+def test_a_duration_that_would_be_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="1m divided by 1000000 is less than 1 ms"):
+        quickened("groups: [{rules: [{for: 1m, expr: up == 0}]}]", 1_000_000)
