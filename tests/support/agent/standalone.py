@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -79,6 +79,8 @@ class Up:
     module: str = "kvstrata_client.cli"
     """What has kvstrata's command line."""
     pool: str = POOL
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it gets besides that of tests."""
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +129,8 @@ class Up:
     def start(self) -> None:
         self.ready_file.unlink(missing_ok=True)
         with (self.home / "log").open("ab") as log, (self.home / "out").open("ab") as out:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=environment())
+            own = {**environment(), **self.environment}
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=own)
         until(self.is_serving)
 
     def is_serving(self) -> bool:

@@ -160,9 +160,18 @@ class Replica:
 
 
 def launch(
-    name: str, kubeconfig: Path, redis: Reached, folder: Path, *more: str, url: str = "", lease_s: float = LEASE_S
+    name: str,
+    kubeconfig: Path | None,
+    redis: Reached,
+    folder: Path,
+    *more: str,
+    url: str = "",
+    lease_s: float = LEASE_S,
 ) -> Replica:
-    """Start a replica on a Redis that others run, and return at once; `url` leads there by another way."""
+    """Start a replica on a Redis that others run, and return at once; `url` leads there by another way.
+
+    Without a kubeconfig it is alone, and leads.
+    """
     access = redis.access(Role.METADATA)
     environment = {
         "KVSTRATA_REDIS_URL": url or access.url,
@@ -179,9 +188,15 @@ def launch_with_redis(name: str, kubeconfig: Path, folder: Path) -> Replica:
 
 
 def _launch(
-    name: str, kubeconfig: Path, folder: Path, own: list[str], environment: dict[str, str], lease_s: float = LEASE_S
+    name: str,
+    kubeconfig: Path | None,
+    folder: Path,
+    own: list[str],
+    environment: dict[str, str],
+    lease_s: float = LEASE_S,
 ) -> Replica:
-    options = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--identity", name]
+    cluster = ["--kubeconfig", str(kubeconfig)] if kubeconfig else ["--without-kubernetes"]
+    options = [*cluster, "--metrics-port", "0", "--identity", name]
     rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(lease_s)]
     with (folder / f"{name}.log").open("ab") as log:
         command = [sys.executable, "-m", "kvstrata_metadata.service.main", *options, *rest, *own]

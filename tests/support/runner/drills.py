@@ -60,10 +60,10 @@ class Alerts:
     rules: Path
 
     def firing(self, name: str, labels: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Alerts that fire under these labels, and maybe others."""
+        """Alerts that fire under these labels, and maybe others. Values are patterns."""
         rule = next(rule for rule in self.server.rules() if rule["name"] == name)
         found = [alert for alert in rule["alerts"] if alert["state"] == "firing"]
-        return [alert for alert in found if labels.items() <= alert["labels"].items()]
+        return [alert for alert in found if all(re.fullmatch(labels[k], alert["labels"].get(k, "")) for k in labels)]
 
     def wait_quiet(self, name: str, labels: Mapping[str, str]) -> None:
         """Wait until an alert does not fire."""
@@ -81,11 +81,11 @@ class Alerts:
         assert self.server.wait(fires, WAIT_S), f"{name} does not fire for {labels}"
         declared = self._declared(name)
         for alert in seen:
-            wanted = {"alertname": name, **declared["labels"], **labels}
-            assert {k: v for k, v in alert["labels"].items() if k not in _TARGET} == wanted
+            own = {k: v for k, v in alert["labels"].items() if k not in _TARGET | labels.keys()}
+            assert own == {"alertname": name, **declared["labels"]}
             assert alert["annotations"].keys() == declared["annotations"].keys()
             for key, text in declared["annotations"].items():
-                assert re.fullmatch(_pattern(text, labels), alert["annotations"][key]), alert["annotations"]
+                assert re.fullmatch(_pattern(text, alert["labels"]), alert["annotations"][key]), alert["annotations"]
 
     def _declared(self, name: str) -> dict[str, Any]:
         groups = yaml.safe_load(self.rules.read_text())["groups"]
