@@ -36,6 +36,8 @@ from kvstrata_telemetry.metrics import Instruments
 from support.agent import standalone
 from support.agent.standalone import Json, Up, content, declared, tokens
 from support.backends.damage import flip
+from support.backends.s3_faults import FaultyS3, faulty_s3
+from support.backends.s3_gateway import s3_gateway
 from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, dram, keys_of, make_tenant, nvme, until
 from support.metadata import replicas
 from support.metadata.directory_fleet import DirectoryFleet
@@ -60,6 +62,7 @@ TENANT, OTHER = "team-a", "team-b"
 """Namespaces with one engine each, which their tenants claim."""
 EIGHTH = 64
 """Blocks of 8 KiB in an eighth of 4 MiB."""
+BUCKET = "kvstrata"
 QUEUE_MAX = 1000
 """Changes that wait for the directory, of agents in this process."""
 QUICK = ("--authority-settle-s", "1", "--resync-s", "1")
@@ -294,14 +297,18 @@ def test_alerts_of_a_fleet_fire_and_clear(name: str, fleet: Fleet, alerts: Alert
 
 
 class Machine:
-    """Two agents without Kubernetes: one has memory alone, the other two devices below a small memory."""
+    """Agents without Kubernetes, each with what its name says below a small memory, or with that alone."""
 
-    def __init__(self, folder: Path, ports: dict[str, int]) -> None:
+    def __init__(self, folder: Path, ports: dict[str, int], store: FaultyS3) -> None:
+        self.s3 = store
         self.devices = [folder / "disks" / name for name in ("a", "b")]
         dram = {"name": "dram", "type": "HostDRAM", "capacityPerNode": "4Mi", "hostDRAM": {"pageSize": "4Ki"}}
         nvme = {"name": "nvme", "type": "NVMe", "capacityPerNode": "64Mi", "nvme": {"paths": [*map(str, self.devices)]}}
+        archive = {"name": "archive", "type": "Object", "capacity": "64Mi", "object": {"url": f"s3://{BUCKET}/kv"}}
         self.memory = self._declared(folder / "memory", ports["memory"], [dram])
         self.disks = self._declared(folder / "disks", ports["disks"], [dram, nvme])
+        self.archive = self._declared(folder / "archive", ports["archive"], [dram, archive])
+        self.archive.environment = {name.upper(): value for name, value in store.settings.items()}
         self.seeds = itertools.count(16)
         """Of prefixes that nobody has stored before."""
         self.stack = ExitStack()
@@ -333,13 +340,14 @@ class Machine:
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Alerts]]:
     folder = tmp_path_factory.mktemp("machine")
-    ports = dict(zip(("memory", "disks"), free_ports(2), strict=True))
-    made = Machine(folder, ports)
-    with made.memory as memory, made.disks as disks, made.stack:
-        memory.start()
-        disks.start()
-        with watched(folder, ports) as watch:
-            yield made, watch
+    ports = dict(zip(("memory", "disks", "archive"), free_ports(3), strict=True))
+    with ExitStack() as stack:
+        store = stack.enter_context(faulty_s3(stack.enter_context(s3_gateway(folder / "s3", BUCKET))))
+        made = Machine(folder, ports, store)
+        for up in (made.memory, made.disks, made.archive):
+            stack.enter_context(up).start()
+        stack.enter_context(made.stack)
+        yield made, stack.enter_context(watched(folder, ports))
 
 
 @contextmanager
@@ -363,6 +371,23 @@ def devices_fail(machine: Machine) -> Iterator[None]:
         with repeating(fail, 0.1):
             yield
     machine.go_on(machine.disks)
+
+
+@contextmanager
+def object_store_refuses(machine: Machine) -> Iterator[None]:
+    """While engines store, and ask for what lies there alone."""
+    with machine.archive.client() as client:
+        cache = PrefixCache(client)
+        for _ in range(16):
+            machine.store(cache)
+
+        def work() -> None:
+            cache.load(tokens(machine.store(cache) - 16, EIGHTH))
+
+        machine.s3.decide = lambda _: 503
+        with repeating(work, 0.1):
+            yield
+        machine.s3.decide = lambda _: None
 
 
 @contextmanager
@@ -403,6 +428,12 @@ MACHINE_DRILLS = {
                 "KvstrataTierIoErrors": {"pool": "disks", "node": "local", "tier": "nvme", "operation": "read"},
                 "KvstrataDeviceOut": {"pool": "disks", "node": "local", "tier": "nvme", "device": ".+/b"},
             },
+        )
+    ],
+    "store": [
+        Drill(
+            object_store_refuses,
+            {"KvstrataObjectStoreRefuses": {"pool": "archive", "node": "local", "tier": "archive"}},
         )
     ],
     "full": [
@@ -498,7 +529,6 @@ async def test_alerts_of_a_directory_fire_and_clear(directory: tuple[Directory, 
 
 
 UNDRILLED = {
-    "KvstrataObjectStoreRefuses": "to come",
     "KvstrataHitRatioCollapsed": "to come",
 }
 """Alerts without a drill, each with the reason."""
