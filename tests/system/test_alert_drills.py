@@ -54,6 +54,8 @@ FACTOR = 120
 """10 minutes become 5 s, and an hour 30 s."""
 SCRAPE_S = 0.6
 """As long as a scrape may take on a busy machine, and several of them lie within each range."""
+DAY_FACTOR, DAY_SCRAPE_S = 1800, 0.3
+"""A day becomes 48 s, and half an hour 1 s."""
 POOL = "drilled"
 NODES = ("drilled-a", "drilled-b")
 FIRST, SECOND = ({"pool": POOL, "node": node} for node in NODES)
@@ -70,12 +72,12 @@ QUICK = ("--authority-settle-s", "1", "--resync-s", "1")
 
 
 @contextmanager
-def watched(folder: Path, ports: dict[str, int]) -> Iterator[Alerts]:
+def watched(folder: Path, ports: dict[str, int], factor: int = FACTOR, scrape_s: float = SCRAPE_S) -> Iterator[Alerts]:
     """A Prometheus with the quick rules that scrapes these ports, whoever listens there."""
     rules = folder / "alerts.yaml"
-    rules.write_text(quickened(RULES.read_text(), FACTOR))
+    rules.write_text(quickened(RULES.read_text(), factor))
     targets = {job: [f"127.0.0.1:{port}"] for job, port in ports.items()}
-    with prometheus_server.start(folder, targets, rules, SCRAPE_S) as server:
+    with prometheus_server.start(folder, targets, rules, scrape_s) as server:
         yield Alerts(server, RULES)
 
 
@@ -528,18 +530,62 @@ async def test_alerts_of_a_directory_fire_and_clear(directory: tuple[Directory, 
     await asyncio.to_thread(carry_out, DIRECTORY_DRILLS, *directory)
 
 
-UNDRILLED = {
-    "KvstrataHitRatioCollapsed": "to come",
-}
+@dataclass
+class Chat:
+    """An agent without Kubernetes, and an engine that asks it for a prefix all the time."""
+
+    client: Client
+    seeds: Iterator[int] = field(default_factory=itertools.count)
+    seed: int = 0
+
+    def ask(self) -> None:
+        self.client.lookup(chain(self.client, self.seed or next(self.seeds), EIGHTH))
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[tuple[Chat, Alerts]]:
+    (port,) = free_ports(1)
+    with ExitStack() as stack:
+        up = stack.enter_context(Up(tmp_path, ("--metrics-port", str(port))))
+        up.declare(standalone.pool())
+        up.start()
+        client = stack.enter_context(up.client())
+        PrefixCache(client).store(tokens(1, EIGHTH), content(1, EIGHTH))
+        made = Chat(client, itertools.count(2), seed=1)
+        stack.enter_context(repeating(made.ask, 0.1))
+        yield made, stack.enter_context(watched(tmp_path, {"agent": port}, DAY_FACTOR, DAY_SCRAPE_S))
+
+
+@contextmanager
+def prompts_do_not_come_again(chat: Chat) -> Iterator[None]:
+    chat.seed = 0
+    yield
+    chat.seed = 1
+
+
+CHAT_DRILLS = [
+    Drill(
+        prompts_do_not_come_again,
+        {"KvstrataHitRatioCollapsed": {"pool": "one"}},
+        f"rate(kvstrata_lookup_blocks_total[{1_800_000 // DAY_FACTOR}ms] offset {86_400_000 // DAY_FACTOR}ms) > 10",
+    )
+]
+
+
+def test_alerts_that_look_back_a_day_fire_and_clear(chat: tuple[Chat, Alerts]) -> None:
+    carry_out(CHAT_DRILLS, *chat)
+
+
+UNDRILLED: dict[str, str] = {}
 """Alerts without a drill, each with the reason."""
 
 
 def test_every_alert_has_a_drill_or_a_reason_for_having_none() -> None:
     groups = yaml.safe_load(RULES.read_text())["groups"]
     declared = {rule["alert"] for group in groups for rule in group["rules"]}
-    of_fleet = {alert for drills in FLEET_DRILLS.values() for drill in drills for alert in drill.alerts}
-    of_machine = {alert for drills in MACHINE_DRILLS.values() for drill in drills for alert in drill.alerts}
-    drilled = of_fleet | of_machine | {alert for drill in DIRECTORY_DRILLS for alert in drill.alerts}
+    drills: list[Drill[Any]] = [*DIRECTORY_DRILLS, *CHAT_DRILLS]
+    drills += itertools.chain(*FLEET_DRILLS.values(), *MACHINE_DRILLS.values())
+    drilled = {alert for drill in drills for alert in drill.alerts}
 
     assert drilled | UNDRILLED.keys() == declared
     assert not drilled & UNDRILLED.keys()
