@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,12 +189,17 @@ def api_server_hangs(fleet: Fleet) -> Iterator[None]:
 
 
 @contextmanager
-def operator_loses_its_role(fleet: Fleet) -> Iterator[None]:
-    role = ("clusterrolebinding", names.FIELD_MANAGER_OPERATOR)
-    binding = fleet.plane.kubectl("get", *role, "-o", "json")
-    fleet.plane.kubectl("delete", *role)
+def without_role(fleet: Fleet, account: str) -> Iterator[None]:
+    binding = fleet.plane.kubectl("get", "clusterrolebinding", account, "-o", "json")
+    fleet.plane.kubectl("delete", "clusterrolebinding", account)
     yield
     fleet.plane.kubectl("apply", "-f", "-", stdin=binding)
+
+
+@contextmanager
+def operator_loses_its_role(fleet: Fleet) -> Iterator[None]:
+    with without_role(fleet, names.FIELD_MANAGER_OPERATOR):
+        yield
 
 
 @contextmanager
@@ -213,19 +218,20 @@ def redis_has_no_memory_left(fleet: Fleet) -> Iterator[None]:
 
 
 @contextmanager
-def scope_is_claimed_erased_whose_tenant_lives(fleet: Fleet) -> Iterator[None]:
-    """The API server contradicts the agent that lost sight of a Secret."""
+def tenant_leaves_while_the_service_may_not_see_it(fleet: Fleet) -> Iterator[None]:
+    """The service erases nothing on the word of an agent alone."""
     make_tenant(fleet.plane, "leaving")
-    tenant = fleet.plane.api.get(f"{GROUP}/kvtenants/leaving")
-    secret = ScopeSecret(ScopeId(f"tenant/leaving/{tenant['metadata']['uid']}/v1"), b"l" * 32)
+    uid = fleet.plane.api.get(f"{GROUP}/kvtenants/leaving")["metadata"]["uid"]
+    secret = ScopeSecret(ScopeId(f"tenant/leaving/{uid}/v1"), b"l" * 32)
 
     async def claim() -> None:
         async with replicas.agent(fleet.redis, "elsewhere", replicas.blocks(1), secret=secret) as directory:
             assert await directory.claim_erased(secret)
 
-    asyncio.run(claim())
-    yield
-    fleet.plane.kubectl("delete", "kvtenant", "leaving")
+    with without_role(fleet, names.FIELD_MANAGER_METADATA):
+        fleet.plane.kubectl("delete", "kvtenant", "leaving", "--wait=false")
+        asyncio.run(claim())
+        yield
 
 
 @contextmanager
@@ -270,7 +276,7 @@ FLEET_DRILLS = {
         Drill(api_server_hangs, {"KvstrataOperatorWithoutLeader": {}, "KvstrataMetadataWithoutLeader": {}}),
     ],
     "refused": [
-        Drill(scope_is_claimed_erased_whose_tenant_lives, {"KvstrataEraseWaits": {}}),
+        Drill(tenant_leaves_while_the_service_may_not_see_it, {"KvstrataEraseWaits": {}}),
         Drill(redis_has_no_memory_left, {"KvstrataRedisNearlyFull": {}}),
         Drill(operator_loses_its_role, {"KvstrataRequestsRefused": {"verb": "GET"}}),
         Drill(engine_shows_a_wrong_token, {"KvstrataAttachRefused": FIRST}),
@@ -311,7 +317,7 @@ class Machine:
         self.disks = self._declared(folder / "disks", ports["disks"], [dram, nvme])
         self.archive = self._declared(folder / "archive", ports["archive"], [dram, archive])
         self.archive.environment = {name.upper(): value for name, value in store.settings.items()}
-        self.seeds = itertools.count(16)
+        self.seeds = itertools.count()
         """Of prefixes that nobody has stored before."""
         self.stack = ExitStack()
 
@@ -323,20 +329,34 @@ class Machine:
         up.declare(declared("KVPool", up.pool, spec | {"policy": {"recompute": {"type": "AlwaysFetch"}}}))
         return up
 
-    def go_on(self, up: Up) -> None:
-        """Let an engine store something now and then, until the end."""
+    def go_on(self, up: Up, work: Callable[[PrefixCache], object]) -> None:
+        """Let an engine work, until the end."""
 
-        def store() -> None:
+        def act() -> None:
             with up.client() as client:
-                self.store(PrefixCache(client))
+                work(PrefixCache(client))
 
-        self.stack.enter_context(repeating(store, 0.5))
+        self.stack.enter_context(repeating(act, 0.5))
 
     def store(self, cache: PrefixCache) -> int:
         """Store a new prefix of an eighth of the memory; its seed."""
         seed = next(self.seeds)
         cache.store(tokens(seed, EIGHTH), content(seed, EIGHTH))
         return seed
+
+
+class Engine:
+    """Stores prefixes, and reads those that have left the memory."""
+
+    def __init__(self, machine: Machine, cache: PrefixCache) -> None:
+        self._machine, self._cache = machine, cache
+        self._stored = [machine.store(cache) for _ in range(2 * 8)]
+
+    def store(self) -> None:
+        self._stored.append(self._machine.store(self._cache))
+
+    def load_old(self) -> None:
+        self._cache.load(tokens(self._stored.pop(0), EIGHTH))
 
 
 @pytest.fixture(scope="module")
@@ -357,34 +377,31 @@ def devices_fail(machine: Machine) -> Iterator[None]:
     """One returns other bytes than it was given, the other one returns none. Then they are whole, and engines go on."""
     rotten, lost = machine.devices
     with machine.disks.client() as client:
-        cache = PrefixCache(client)
+        engine = Engine(machine, PrefixCache(client))
 
         def fail() -> None:
-            seed = machine.store(cache)
+            engine.store()
             for segment in rotten.rglob("seg-*.kv"):
                 for at in range(100, segment.stat().st_size, 4096):
                     flip(segment, at, 0xFF)
             for segment in lost.rglob("seg-*.kv"):
                 os.truncate(segment, 0)
-            cache.load(tokens(seed - 16, EIGHTH))  # Has left the memory.
+            engine.load_old()
 
-        for _ in range(16):
-            machine.store(cache)
         with repeating(fail, 0.1):
             yield
-    machine.go_on(machine.disks)
+    machine.go_on(machine.disks, machine.store)
 
 
 @contextmanager
 def object_store_refuses(machine: Machine) -> Iterator[None]:
     """While engines store, and ask for what lies there alone."""
     with machine.archive.client() as client:
-        cache = PrefixCache(client)
-        for _ in range(16):
-            machine.store(cache)
+        engine = Engine(machine, PrefixCache(client))
 
         def work() -> None:
-            cache.load(tokens(machine.store(cache) - 16, EIGHTH))
+            engine.store()
+            engine.load_old()
 
         machine.s3.decide = lambda _: 503
         with repeating(work, 0.1):
@@ -405,13 +422,18 @@ def nobody_reads_what_is_stored(machine: Machine) -> Iterator[None]:
     """Until engines read again what they store."""
     with machine.memory.client() as client:
         cache = PrefixCache(client)
-        with repeating(lambda: machine.store(cache), 0.05):
+        for _ in range(32):
+            machine.store(cache)
+        with repeating(lambda: machine.store(cache), 0.5):
             yield
-        for _ in range(4):
-            stored = [machine.store(cache) for _ in range(6)]
-            time.sleep(SAME_USE_S)  # A load that follows at once is no other use.
-            for seed in stored:
-                cache.load(tokens(seed, EIGHTH))
+
+    def read_again(cache: PrefixCache) -> None:
+        stored = [machine.store(cache) for _ in range(6)]
+        time.sleep(SAME_USE_S)  # A load that follows at once is no other use.
+        for seed in stored:
+            cache.load(tokens(seed, EIGHTH))
+
+    machine.go_on(machine.memory, read_again)
 
 
 def chain(client: Client, seed: int, blocks: int) -> list[BlockKey]:
@@ -422,7 +444,7 @@ def chain(client: Client, seed: int, blocks: int) -> list[BlockKey]:
 
 
 MACHINE_DRILLS = {
-    "devices": [
+    "media": [
         Drill(
             devices_fail,
             {
@@ -430,25 +452,21 @@ MACHINE_DRILLS = {
                 "KvstrataTierIoErrors": {"pool": "disks", "node": "local", "tier": "nvme", "operation": "read"},
                 "KvstrataDeviceOut": {"pool": "disks", "node": "local", "tier": "nvme", "device": ".+/b"},
             },
-        )
-    ],
-    "store": [
+        ),
         Drill(
             object_store_refuses,
             {"KvstrataObjectStoreRefuses": {"pool": "archive", "node": "local", "tier": "archive"}},
-        )
-    ],
-    "full": [
+        ),
         Drill(
             engine_keeps_what_it_reserves,
             {"KvstrataTierStaysFull": {"pool": "memory", "node": "local", "tier": "dram"}},
-        )
+        ),
     ],
-    "polluted": [
+    "work": [
         Drill(
             nobody_reads_what_is_stored,
             {"KvstrataCacheIneffective": {"pool": "memory", "node": "local", "kind": "Polluted"}},
-        )
+        ),
     ],
 }
 
@@ -527,7 +545,7 @@ DIRECTORY_DRILLS = [
 
 
 async def test_alerts_of_a_directory_fire_and_clear(directory: tuple[Directory, Alerts]) -> None:
-    await asyncio.to_thread(carry_out, DIRECTORY_DRILLS, *directory)
+    await asyncio.to_thread(lambda: carry_out(DIRECTORY_DRILLS, *directory))
 
 
 @dataclass
