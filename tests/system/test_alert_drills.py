@@ -7,10 +7,11 @@ import asyncio
 import itertools
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from kvstrata_telemetry import http
 from kvstrata_telemetry.metrics import Instruments
 from support.agent import standalone
 from support.agent.standalone import Json, Up, content, declared, tokens
-from support.backends.damage import flip
 from support.backends.s3_faults import FaultyS3, faulty_s3
 from support.backends.s3_gateway import s3_gateway
 from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, dram, keys_of, make_tenant, nvme, until
@@ -279,10 +279,10 @@ FLEET_DRILLS = {
         Drill(tenant_leaves_while_the_service_may_not_see_it, {"KvstrataEraseWaits": {}}),
         Drill(redis_has_no_memory_left, {"KvstrataRedisNearlyFull": {}}),
         Drill(operator_loses_its_role, {"KvstrataRequestsRefused": {"verb": "GET"}}),
+        Drill(redis_answers_slowly, {"KvstrataLookupsSlow": FIRST}),
         Drill(engine_shows_a_wrong_token, {"KvstrataAttachRefused": FIRST}),
         Drill(engine_asks_for_blocks_of_another_tenant, {"KvstrataScopesRefused": FIRST}),
     ],
-    "slow": [Drill(redis_answers_slowly, {"KvstrataLookupsSlow": FIRST})],
     "operator": [
         Drill(
             operator_is_killed_and_an_agent_starts, {"KvstrataOperatorAbsent": {}, "KvstrataCertificateEnding": FIRST}
@@ -309,7 +309,7 @@ class Machine:
 
     def __init__(self, folder: Path, ports: dict[str, int], store: FaultyS3) -> None:
         self.s3 = store
-        self.devices = [folder / "disks" / name for name in ("a", "b")]
+        self.devices = [folder / "disks" / name for name in ("a", "b", "c")]
         dram = {"name": "dram", "type": "HostDRAM", "capacityPerNode": "4Mi", "hostDRAM": {"pageSize": "4Ki"}}
         nvme = {"name": "nvme", "type": "NVMe", "capacityPerNode": "64Mi", "nvme": {"paths": [*map(str, self.devices)]}}
         archive = {"name": "archive", "type": "Object", "capacity": "64Mi", "object": {"url": f"s3://{BUCKET}/kv"}}
@@ -374,22 +374,28 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine,
 
 @contextmanager
 def devices_fail(machine: Machine) -> Iterator[None]:
-    """One returns other bytes than it was given, the other one returns none. Then they are whole, and engines go on."""
-    rotten, lost = machine.devices
+    """One returns other bytes than it was given, one returns none, one is not there when the agent starts."""
+    rotten, lost, absent = machine.devices
+    machine.disks.stop()
+    shutil.rmtree(absent)
+    absent.touch()
+    machine.disks.start()
     with machine.disks.client() as client:
         engine = Engine(machine, PrefixCache(client))
 
         def fail() -> None:
             engine.store()
-            for segment in rotten.rglob("seg-*.kv"):
-                for at in range(100, segment.stat().st_size, 4096):
-                    flip(segment, at, 0xFF)
-            for segment in lost.rglob("seg-*.kv"):
-                os.truncate(segment, 0)
+            for segment in (*rotten.rglob("seg-*.kv"), *lost.rglob("seg-*.kv")):
+                with suppress(FileNotFoundError), segment.open("r+b") as file:  # The store has removed it.
+                    if segment.is_relative_to(lost):
+                        file.truncate(0)
+                    for at in range(100, segment.stat().st_size, 4096):
+                        os.pwrite(file.fileno(), os.urandom(8), at)
             engine.load_old()
 
         with repeating(fail, 0.1):
             yield
+    absent.unlink()
     machine.go_on(machine.disks, machine.store)
 
 
@@ -450,7 +456,7 @@ MACHINE_DRILLS = {
             {
                 "KvstrataBlocksCorrupt": {"pool": "disks", "node": "local", "tier": "nvme"},
                 "KvstrataTierIoErrors": {"pool": "disks", "node": "local", "tier": "nvme", "operation": "read"},
-                "KvstrataDeviceOut": {"pool": "disks", "node": "local", "tier": "nvme", "device": ".+/b"},
+                "KvstrataDeviceOut": {"pool": "disks", "node": "local", "tier": "nvme", "device": ".+/c"},
             },
         ),
         Drill(

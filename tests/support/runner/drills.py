@@ -149,5 +149,5 @@ def repeating(act: Callable[[], object], every_s: float) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(WAIT_S)
-    if raised:
-        raise raised[0]
+        if raised:
+            raise raised[0]
