@@ -13,8 +13,10 @@ import pytest
 
 from controlplane import ControlPlane
 from kvstrata_api import names
+from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_client.cli import main
 from kvstrata_telemetry import ready
+from support.kube.agent import make_tenant
 from support.metadata.replicas import LEASE_S, SECRET, Redis, Replica, Way, agent, blocks, die, launch, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
@@ -275,3 +277,27 @@ async def test_an_api_server_that_is_away_deposes_the_leader_and_kills_nobody(
         assert [r.fleet()["fenced_total"] for r in pair.replicas] == [0, 0]
         assert leader.states() == {"p.live": "live", "p.cut-off": "silent"}
         assert len(redis.keys(SECRET.tag())) > 0
+
+
+async def test_a_claim_that_waits_is_shown_by_who_leads_and_no_longer_by_who_did(
+    plane: ControlPlane, pair: Pair, redis: Redis
+) -> None:
+    """The alert takes the most that any replica says: it would fire for ever."""
+    make_tenant(plane, "waiting")
+    uid = plane.api.get(f"/apis/{names.API_VERSION}/kvtenants/waiting")["metadata"]["uid"]
+    living = ScopeSecret(ScopeId(f"tenant/waiting/{uid}/v1"), b"l" * 32)
+
+    def shows(replica: Replica) -> bool:
+        return "kvstrata_metadata_erase_claims 1.0" in replica.page("/metrics")
+
+    async with agent(redis, "n1", blocks(1), secret=living) as directory:
+        assert await directory.claim_erased(living)
+        first = await pair.leader()
+        second = pair.other(first)
+        await until(lambda: shows(first), "the claim was not seen")
+
+        first.send(signal.SIGSTOP)
+        await until(lambda: shows(second), "nobody took over")
+        first.send(signal.SIGCONT)
+        await until(lambda: not shows(first), "it goes on saying what it saw when it led")
+        assert shows(second)

@@ -149,6 +149,10 @@ class Sweeper:
             counters.set("kvstrata_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
             counters.set("kvstrata_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
             counters.set("kvstrata_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
+            # 0 before the first: `increase` does not see the one that a series begins with.
+            counters.add("kvstrata_corrupt_blocks_total", 0, tier=tier.name)
+            for operation in ("read", "write"):
+                counters.add("kvstrata_io_errors_total", 0, tier=tier.name, operation=operation)
             for device in tier.devices:
                 names = {"tier": tier.name, "device": device.name}
                 counters.set("kvstrata_device_up", float(not device.error), **names)

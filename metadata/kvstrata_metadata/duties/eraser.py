@@ -65,6 +65,10 @@ class Eraser:
         self._authority = authority
         self.erased = Erased()
 
+    def stand_by(self) -> None:
+        """Forget what waits: whoever leads now has it."""
+        self.erased.waiting = 0
+
     async def erase(self, mandate: Mandate) -> list[str]:
         """Settle what can be settled; the tags that were erased.
 

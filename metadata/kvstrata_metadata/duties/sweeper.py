@@ -129,6 +129,8 @@ class Sweeper:
             await self._apply(plan(fleet.members, leases, started_s - self._heard_since_s), mandate)
             if self.swept.sweeps % STREAMS_EVERY == 0:
                 await self._sweep_streams(fleet)
+        else:
+            self.swept.backlog = 0  # Whoever leads now has it.
         self.swept.sweeps += 1
         self.swept.last_s = _now_s() - started_s
         return mandate

@@ -210,6 +210,8 @@ class Rounds:
                 await duties.nominator.nominate_erased(await duties.eraser.erase(mandate), fleet, mandate)
                 facts = agent_facts(fleet, duties.survey.held, self._capacity_bytes, duties.departures)
                 await duties.nominator.nominate(over_replicated, facts, self._wanted, mandate)
+            else:
+                duties.eraser.stand_by()
         except DirectoryAwayError as e:
             _log.warning("directory away", extra={"error": str(e)})
             return False

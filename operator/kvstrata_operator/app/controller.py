@@ -221,6 +221,7 @@ class Controller:
                 self.round_s = self._clock()
                 seen = self._observe(self._failures)
                 if seen is None:
+                    self._gauges.stand_by()
                     self._wake_s = self.round_s + STANDBY_S
                     continue
                 view, _ = seen

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -58,6 +59,7 @@ def _is_ready(pool: Declared[Any]) -> bool:
 
 _UNWRITTEN = "Pending"
 """State of an operation whose status was not written yet."""
+_FORBIDDEN = str(HTTPStatus.FORBIDDEN.value)
 _STATES = ("matched", "ready", "updated", "draining", "degraded")
 
 
@@ -94,6 +96,8 @@ class Gauges:
     def request(self, verb: str, result: str, duration_s: float) -> None:
         """Count one request to the API server."""
         self._made.counter("kvstrata_operator_api_requests_total", verb=verb, result=result).inc()
+        # 0 before the first: `increase` does not see the one that a series begins with.
+        self._made.counter("kvstrata_operator_api_requests_total", verb=verb, result=_FORBIDDEN)
         self._made.histogram("kvstrata_operator_api_request_duration_seconds", verb=verb).observe(duration_s)
 
     def leads(self, is_leading: bool) -> None:  # noqa: FBT001  The one fact that this is about.
@@ -145,6 +149,11 @@ class Gauges:
                 self._made.forget("kvstrata_pool_nodes", pool=name, state=state)
             self._made.forget("kvstrata_pool_ready", pool=name)
         self._pools = set(pools)
+
+    def stand_by(self) -> None:
+        """Show no pool and no operation: what was known of them grows old, and whoever leads shows them."""
+        self.pools({}, 0.0)
+        self.operations(())
 
     def operations(self, seen: Iterable[Declared[KVOperation]]) -> None:
         """Show how many operations are in which state; what there is none of any more is 0."""

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -78,6 +78,9 @@ class Up:
     objects: list[Json] = field(default_factory=list)
     module: str = "kvstrata_client.cli"
     """What has kvstrata's command line."""
+    pool: str = POOL
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it gets besides that of tests."""
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +129,8 @@ class Up:
     def start(self) -> None:
         self.ready_file.unlink(missing_ok=True)
         with (self.home / "log").open("ab") as log, (self.home / "out").open("ab") as out:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=environment())
+            own = {**environment(), **self.environment}
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=own)
         until(self.is_serving)
 
     def is_serving(self) -> bool:
@@ -152,5 +156,5 @@ class Up:
 
     def client(self, token: str | Path = NO_TOKEN, *, wait_s: float = WAIT_S) -> Client:
         """A client, attached or not; strict, so that what goes wrong is raised."""
-        target = Target(self.socket, POOL, token, LAYOUT, timeout_s=30.0, move_timeout_s=60.0, silence_s=60.0)
+        target = Target(self.socket, self.pool, token, LAYOUT, timeout_s=30.0, move_timeout_s=60.0, silence_s=60.0)
         return Client.attach(target, strict=True, wait_s=wait_s)

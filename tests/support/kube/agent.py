@@ -82,6 +82,8 @@ class Agent:
     pool: str = field(default_factory=lambda: f"pool-{next(_numbers)}")
     node: str = "node-a"
     memory_dir: Path | None = None
+    metrics_port: int = 0
+    """Of `/metrics`; 0: any free one."""
     program: Sequence[str] = (sys.executable, "-m", "kvstrata_agent.app.main")
     environment: Mapping[str, str] | None = None
     """Of the process; None: that of this one."""
@@ -136,7 +138,8 @@ class Agent:
 
     def launch(self) -> None:
         options = ["--pool", self.pool, "--node", self.node, "--socket", self.socket, "--ready-file", self.ready_file]
-        rest = ["--kubeconfig", self.kubeconfig, "--metrics-port", "0", "--state-dir", self.home / "state"]
+        rest = ["--kubeconfig", self.kubeconfig, "--metrics-port", self.metrics_port]
+        rest += ["--state-dir", self.home / "state"]
         if self.memory_dir is not None:
             rest += ["--memory-dir", self.memory_dir]
         with (self.home / "agent.log").open("ab") as log:

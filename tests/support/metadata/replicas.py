@@ -56,6 +56,11 @@ class Redis:
     async def start(self) -> None:
         self.server = await embedded.start(self._config)
 
+    def kill(self) -> None:
+        """As kill -9 would; `start` brings it back, empty."""
+        os.kill(self.server.pid, signal.SIGKILL)
+        asyncio.run(self.server.stop())  # Nobody else waits for its end.
+
     def access(self, role: Role) -> RedisAccess:
         return self.server.access(role)
 
@@ -155,16 +160,25 @@ class Replica:
 
 
 def launch(
-    name: str, kubeconfig: Path, redis: Reached, folder: Path, *, url: str = "", lease_s: float = LEASE_S
+    name: str,
+    kubeconfig: Path | None,
+    redis: Reached,
+    folder: Path,
+    *more: str,
+    url: str = "",
+    lease_s: float = LEASE_S,
 ) -> Replica:
-    """Start a replica on a Redis that others run, and return at once; `url` leads there by another way."""
+    """Start a replica on a Redis that others run, and return at once; `url` leads there by another way.
+
+    Without a kubeconfig it is alone, and leads.
+    """
     access = redis.access(Role.METADATA)
     environment = {
         "KVSTRATA_REDIS_URL": url or access.url,
         "KVSTRATA_REDIS_USERNAME": access.username,
         "KVSTRATA_REDIS_PASSWORD": access.password,
     }
-    return _launch(name, kubeconfig, folder, ["--redis", "external"], environment, lease_s)
+    return _launch(name, kubeconfig, folder, ["--redis", "external", *more], environment, lease_s)
 
 
 def launch_with_redis(name: str, kubeconfig: Path, folder: Path) -> Replica:
@@ -174,12 +188,18 @@ def launch_with_redis(name: str, kubeconfig: Path, folder: Path) -> Replica:
 
 
 def _launch(
-    name: str, kubeconfig: Path, folder: Path, own: list[str], environment: dict[str, str], lease_s: float = LEASE_S
+    name: str,
+    kubeconfig: Path | None,
+    folder: Path,
+    own: list[str],
+    environment: dict[str, str],
+    lease_s: float = LEASE_S,
 ) -> Replica:
-    options = [*own, "--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--identity", name]
+    cluster = ["--kubeconfig", str(kubeconfig)] if kubeconfig else ["--without-kubernetes"]
+    options = [*cluster, "--metrics-port", "0", "--identity", name]
     rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(lease_s)]
     with (folder / f"{name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "kvstrata_metadata.service.main", *options, *rest]
+        command = [sys.executable, "-m", "kvstrata_metadata.service.main", *options, *rest, *own]
         return Replica(name, folder, subprocess.Popen(command, stderr=log, env={**os.environ, **environment}))
 
 

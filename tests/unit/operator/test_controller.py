@@ -21,7 +21,7 @@ from kvstrata_operator.decide.planner import Plan
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 from kvstrata_operator.observe.world import ChangeBus, View
-from support.operator.fleet import SETTING, facts_of
+from support.operator.fleet import SETTING, Fleet, facts_of
 from support.runner.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.unit
@@ -47,6 +47,7 @@ class Bench:
     looked_s: list[float] = field(default_factory=list)
     planned_s: list[float] = field(default_factory=list)
     tried: list[tuple[float, Action]] = field(default_factory=list)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def plan_orders(self, _view: View, _facts: Any, _setting: Any, now: datetime) -> Plan:
         self.planned_s.append(clock())
@@ -71,7 +72,7 @@ class Bench:
         """Let the controller run until `during` has ended."""
         monkeypatch.setattr(controller, "plan_orders", self.plan_orders)
         monkeypatch.setattr(controller, "plan_statuses", self.plan_statuses)
-        gauges = Gauges(CollectorRegistry())
+        gauges = Gauges(self.registry)
 
         async def ran() -> None:
             made = Controller(SETTING, self.look, self, gauges, ChangeBus(), clock=clock)  # type: ignore[arg-type]
@@ -207,3 +208,34 @@ def test_a_replica_that_may_not_decide_looks_now_and_then(monkeypatch: pytest.Mo
 
     assert len(bench.looked_s) <= 10.0 / STANDBY_S + 5
     assert bench.planned_s
+
+
+def test_a_replica_that_no_longer_decides_shows_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it saw last would hide what whoever leads shows: alerts take the best of all replicas."""
+
+    async def answer(action: Action) -> Outcome:
+        return Outcome(action)
+
+    shown: list[float | None] = []
+
+    async def deposed(made: Controller) -> None:
+        for view in (bench.view, None):
+            bench.view = view
+            made.status_again()
+            await asyncio.sleep(2 * STANDBY_S)
+            shown.append(bench.registry.get_sample_value("kvstrata_pool_ready", {"pool": "p"}))
+
+    fleet = Fleet()
+    fleet.pool("p")
+    bench = Bench(answer, view=fleet.view())
+    bench.run(monkeypatch, deposed)
+
+    assert shown == [0.0, None]
+
+
+def test_the_first_refusal_of_the_api_server_is_an_increase() -> None:
+    registry = CollectorRegistry()
+    Gauges(registry).request("GET", "200", 0.1)
+
+    labels = {"verb": "GET", "result": "403"}
+    assert registry.get_sample_value("kvstrata_operator_api_requests_total", labels) == 0.0

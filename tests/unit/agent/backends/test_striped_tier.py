@@ -124,6 +124,16 @@ async def test_devices_are_counted_one_by_one(at: Node) -> None:
     assert {m.name for m in AGENT} >= {"kvstrata_device_up", "kvstrata_device_used_bytes"}
 
 
+async def test_faults_are_counted_from_0_so_that_the_first_one_is_an_increase(at: Node) -> None:
+    tier = await at.tier()
+    Sweeper(at.core.cache, FakeAuthenticator()).gauges()
+
+    counted = {labels: child._value.get() for labels, child in at.core.node.counters._children.items()}
+    assert counted["kvstrata_corrupt_blocks_total", tier.name] == 0.0
+    assert counted["kvstrata_io_errors_total", tier.name, "read"] == 0.0
+    assert counted["kvstrata_io_errors_total", tier.name, "write"] == 0.0
+
+
 async def test_what_is_written_to_each_device_is_told_for_it(at: Node) -> None:
     tier = await at.tier()
     for n in range(8):
