@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu hardware test-guest test-node \
   images image-pins test-images bench requirements generate sbom licences clean
 
 help: ## Show this list
@@ -90,6 +90,9 @@ soak: setup ## Every invariant at the full counts of the table; hours; the log g
 
 test-gpu: setup ## Tests that need a CUDA device
 	@KVSTRATA_TEST_DEVICE=cuda $(PYTEST) -q tests/gpu $(ON_DEVICE)
+
+hardware: setup ## What kvstrata does on your GPUs, NVMe, RDMA, CXL and cores, with a report (ARGS="--list", "--directory DIR --quick")
+	@$(BIN)/python hack/hardware.py $(ARGS)
 
 test-guest: setup ## CXL and NVMe tiers under a real kernel on an emulated machine (QEMU; minutes, 75 MB once)
 	@$(PYTEST) -q tests/guest
