@@ -216,7 +216,7 @@ def _figures(log: Path) -> Any:
 
 def report(found: Machine, outcomes: Iterable[Outcome], when: str) -> str:
     """The report as text: the machine, what ran, what was left out and why, and the figures."""
-    facts = "\n".join(f"| {name} | {_told(value)} |" for name, value in asdict(found).items())
+    facts = "\n".join(f"| {name} | {_text(value)} |" for name, value in asdict(found).items())
     rows = "\n".join(f"| {o.name} | {o.shows} | {o.state} | {o.why} | {o.took_s:.0f} |" for o in outcomes)
     figures = "\n".join(
         f"\n### {o.name}\n\n```json\n{json.dumps(o.figures, indent=1)}\n```" for o in outcomes if o.figures is not None
@@ -227,7 +227,7 @@ def report(found: Machine, outcomes: Iterable[Outcome], when: str) -> str:
     )
 
 
-def _told(value: object) -> str:
+def _text(value: object) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 

@@ -342,14 +342,14 @@ def offloaded(
     in_flight: deque[tuple[range, Bytes2D, Wait]] = deque()
     for number, blocks in enumerate(batches):
         room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
-        in_flight.append((blocks, room.numpy(), work.start(partial(_bring_down, gather, blocks, room, device))))
+        in_flight.append((blocks, room.numpy(), work.start(partial(bring_down, gather, blocks, room, device))))
         if len(in_flight) == _PIECES:
             yield _when_done(*in_flight.popleft())
     for one in in_flight:
         yield _when_done(*one)
 
 
-def _bring_down(gather: Gather, blocks: range, into: Any, device: Any) -> None:
+def bring_down(gather: Gather, blocks: range, into: Any, device: Any) -> None:
     """Bring blocks into host memory: gathered on the device, they come in one copy."""
     whole = into if device.type == "cpu" else torch.empty(into.shape, dtype=torch.uint8, device=device)
     gather(blocks, whole)

@@ -20,7 +20,16 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.trace_context import passed_on
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.paged import BITS, DeviceWork, PagedKv, TokenRows, Wait, batches_of, work_of
+from kvstrata_client.connectors.paged import (
+    BITS,
+    DeviceWork,
+    PagedKv,
+    TokenRows,
+    Wait,
+    batches_of,
+    bring_down,
+    work_of,
+)
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
 from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Saved, Tables
 
@@ -120,7 +129,7 @@ class Pages:
 
     def gather(self, tables: Tables, blocks: range, into: torch.Tensor) -> Wait:
         """Copy blocks out of their pages into memory of the host; what is returned waits for it."""
-        return self.work.start(partial(self._gather, tables, blocks, into))
+        return self.work.start(partial(bring_down, partial(self._gather, tables), blocks, into, self.device))
 
     def scatter(self, loads: Sequence[tuple[Load, torch.Tensor]]) -> dict[int, Wait]:
         """Copy blocks into their pages, some at a time; what is returned waits for each layer of all of them.
@@ -142,16 +151,13 @@ class Pages:
         there.append(part.to(self.device, non_blocking=True))
 
     def _gather(self, tables: Tables, blocks: range, into: torch.Tensor) -> None:
-        whole = into if self.device.type == "cpu" else torch.empty(into.shape, dtype=torch.uint8, device=self.device)
-        layers = self.layers_of(whole)
+        layers = self.layers_of(into)
         rows = [
             kv.rows(self._table(g, table), blocks)
             for g, (kv, table) in enumerate(zip(self._groups, tables, strict=True))
         ]
         for position, (group, within) in self._at.items():
             self._groups[group].gather(within, rows[group], layers[:, position])
-        if whole is not into:
-            into.copy_(whole, non_blocking=True)
 
     def _scatter(self, load: Load, blocks: range, there: Sequence[torch.Tensor], layer: int) -> None:
         group, within = self._at[layer]
