@@ -95,6 +95,7 @@ def started(
             say("engines are done")
             if beside:
                 beside.work()
+            erase(world, "beta")
             time.sleep(_SETTLE_S)
             yield Run(server, started_s, time.time(), (*_served(world), *more), work.loaded_tokens)
 
@@ -131,9 +132,7 @@ class Work:
         self._share(sessions)
         self._hand_over(sessions + 1)
         flush(self._world, "cxl")
-        retain(self._world, "alpha", seconds=1)
-        erase(self._world, "beta")
-        self._world.kill_agent(NODES[1])
+        retain(self._world, "beta", seconds=1)
 
     @contextmanager
     def _engine(self, tenant: str, node: str) -> Iterator[Client]:
@@ -164,9 +163,9 @@ class Work:
     def _hand_over(self, session: int) -> None:
         """A prompt is read on one node while it is computed on the other; the next one is given up half-way."""
         with self._engine("alpha", NODES[0]) as ours, self._engine("alpha", NODES[1]) as theirs:
-            self._follow(ours, theirs, _tokens(session), LAYOUT.layers)
-            with suppress(LeaseLostError):
-                self._follow(ours, theirs, _tokens(session + 1), LAYOUT.layers // 2)
+            for prompt, layers in ((session, LAYOUT.layers), (session + 1, LAYOUT.layers // 2)):
+                with suppress(LeaseLostError):  # As for an engine, which computes then.
+                    self._follow(ours, theirs, _tokens(prompt), layers)
 
     def _follow(self, ours: Client, theirs: Client, tokens: Tokens, layers: int) -> None:
         """Write so many layers, and read each of them at once. Raises `LeaseLostError` when that is not all."""
