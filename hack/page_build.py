@@ -26,7 +26,7 @@ FILES: Final = {
     "package/LICENSE": "uPlot.LICENSE",
 }
 STAMP: Final = "uPlot.version"
-_FETCH_S: Final = 60.0
+_FETCH_S: Final = 30.0
 
 
 def is_there(folder: Path) -> bool:
@@ -40,7 +40,7 @@ def fetch(folder: Path) -> str | None:
     if shutil.which("npm") is None:
         return "npm is not installed (apt-get install npm)"
     with tempfile.TemporaryDirectory(prefix="kvstrata-page-") as place:
-        command = ["npm", "pack", f"{NAME}@{VERSION}", "--silent", "--pack-destination", place]
+        command = ["npm", "pack", f"{NAME}@{VERSION}", "--silent", "--fetch-retries=1", "--pack-destination", place]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place, timeout=_FETCH_S)
         except subprocess.TimeoutExpired:

@@ -114,6 +114,7 @@ def main() -> int:
                 run(chains({"none": {}, "demo": DEMO, "tests": TESTS}[given.tools], log))
             # Sources change more often than requirements.
             subprocess.run([VENV / "bin/python", "hack/native_build.py"], check=True)
+            subprocess.run([VENV / "bin/python", "hack/page_build.py"], check=True)
     except SetupError as e:
         say(str(e))
         return 1

@@ -49,7 +49,7 @@ class Access:
         self, token: str, names: Collection[str], clock: Callable[[], float], random: Callable[[], str]
     ) -> None:
         """`token` empty: everybody who reaches the port may look. `names` are further names of this server."""
-        self._token = token.encode()
+        self._token = token
         self._names = frozenset(name.lower() for name in names)
         self._clock, self._random = clock, random
         self._cookies: dict[str, float] = {}
@@ -74,11 +74,11 @@ class Access:
         if scheme.lower() == "bearer" and self.is_token(given):
             return True
         now_s = self._clock()
-        return any(compare_digest(cookie.encode(), c.encode()) and now_s < end_s for c, end_s in self._cookies.items())
+        return any(_is_same(cookie, c) and now_s < end_s for c, end_s in self._cookies.items())
 
     def is_token(self, given: str) -> bool:
         """Compare in constant time."""
-        return bool(self._token) and compare_digest(given.strip().encode(), self._token)
+        return bool(self._token) and _is_same(given.strip(), self._token)
 
     def log_in(self) -> str:
         """A new cookie."""
@@ -90,10 +90,15 @@ class Access:
 
     def use_once(self, given: str) -> bool:
         """True for the word of the login link, the first time."""
-        if not self._once or not compare_digest(given.encode(), self._once.encode()):
+        if not self._once or not _is_same(given, self._once):
             return False
         self._once = ""
         return True
+
+
+def _is_same(given: str, known: str) -> bool:
+    """Compare in constant time. Headers may hold bytes that are no UTF-8, as surrogates."""
+    return compare_digest(given.encode(errors="surrogateescape"), known.encode())
 
 
 def _address(host: str) -> "ipaddress.IPv4Address | ipaddress.IPv6Address | None":
