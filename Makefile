@@ -17,7 +17,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu hardware test-guest test-node \
-  images image-pins test-images bench requirements generate sbom licences clean
+  images image-pins test-images bench requirements generate screenshots sbom licences clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -115,6 +115,9 @@ bench: setup ## Every benchmark, peers and limits in the same run
 
 bench-%: setup
 	@$(BIN)/python -m bench.$*
+
+screenshots: tools ## Run the fleet and take pictures of every dashboard and the map (docs/img; needs chromium)
+	@$(BIN)/python -m drawing.screenshots
 
 requirements: ## Compile requirements/*.txt from pyproject.toml
 	@hack/compile_requirements.sh

@@ -9,6 +9,8 @@ const FILL = [[0.98, "red"], [0.92, "orange"], [0.85, "yellow"], [0, "green"]];
 const CARDS_MAX = 24;
 const ROW_PX = 26;
 const ARC_PX = 74;
+/** Largest flows that are written out; others are when an arc is pointed at. */
+const FLOWS_SAID = 3;
 const REMOTE = "remote";
 
 export async function showMap(main, controls) {
@@ -33,7 +35,7 @@ export async function showMap(main, controls) {
 function drawFleet(fleet) {
   const pools = fleet.pools.map((pool) => drawPool(pool));
   const none = pools.length ? [] : [element("p", { class: "nothing" }, "No agent reports to this Prometheus.")];
-  return [element("div", { class: "about" }, element("h1", {}, "Map of the fleet"), element("p", {}, "How full is what, where does it move, and what is wrong?")),
+  return [element("div", { class: "about" }, element("h1", {}, "Map of the fleet"), element("p", {}, "How full is what, what is wrong, and what moved in the last five minutes: blue to slower tiers, green to faster ones?")),
     ...drawDirectory(fleet.directory), ...drawAlerts(fleet.alerts), ...pools, ...none];
 }
 
@@ -116,7 +118,10 @@ function ladder(tiers, flows) {
     rows.push(element("div", { class: "tier" }, element("span", { class: "name" }, REMOTE), element("span", { class: "elsewhere" }, "other nodes")));
   }
   const shown = flows.filter((flow) => names.includes(flow.source) && names.includes(flow.target) && flow.source !== flow.target);
-  return element("div", { class: "ladder" }, element("div", { class: "tiers" }, rows), arcs(names, shown));
+  const most = [...shown].sort((a, b) => b.bytes_per_second - a.bytes_per_second).slice(0, FLOWS_SAID);
+  const said = most.map((flow) => `${flow.source} → ${flow.target} ${text(flow.bytes_per_second, "binBps")}`).join(" · ");
+  return element("div", {}, element("div", { class: "ladder" }, element("div", { class: "tiers" }, rows), arcs(names, shown)),
+    said ? element("p", { class: "flows" }, said) : null);
 }
 
 function arcs(names, flows) {

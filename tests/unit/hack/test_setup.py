@@ -64,7 +64,7 @@ def test_the_digest_covers_what_is_installed() -> None:
 def test_a_browser_that_cannot_be_installed_is_said_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
 
     setup.install_browser(io.StringIO())
 
@@ -72,7 +72,7 @@ def test_a_browser_that_cannot_be_installed_is_said_and_ends_nothing(
 
 
 def test_only_tests_need_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr("controlplane.assets.missing_tools", lambda _: [])
 
     def steps(tools: dict[str, int]) -> list[str]:

@@ -1,0 +1,99 @@
+"""Runs the fleet for a minute or two and takes pictures of every dashboard and of the map: `make screenshots`.
+
+Fails when a page cannot be drawn, a panel shows an error, or a picture is too large for the tree; panels without data
+are named, and fail it with `--all-panels`.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from drawing import browser, page, sample_run
+from drawing.dashboard_queries import read_all
+from drawing.prometheus_server import Server
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+OUT: Final = ROOT / "docs" / "img"
+PICTURE_BYTES_MAX: Final = 150_000
+ALL_BYTES_MAX: Final = 1_500_000
+_MARGIN_S: Final = 5.0
+"""Drawn before and behind the run."""
+
+
+def pages(run: sample_run.Run) -> dict[str, str]:
+    """Path of each page by the name of its picture."""
+    start_ms, end_ms = (round(1000 * s) for s in (run.started_s - _MARGIN_S, run.ended_s + _MARGIN_S))
+    boards = {uid.removeprefix("kvstrata-"): f"d/{uid}" for uid in read_all(ROOT / "dashboards")}
+    times = f"?from={start_ms}&to={end_ms}&refresh="
+    return {"map": "map"} | {name: path + times for name, path in boards.items()}
+
+
+def take(address: str, paths: dict[str, str], out: Path, *, needs_all: bool) -> list[str]:
+    """Take the pictures; what is wrong with them."""
+    wrong: list[str] = []
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.png"):
+        old.unlink()
+    with browser.start() as chromium, browser.tab(chromium) as tab:
+        for name, path in paths.items():
+            panels = browser.show(tab, address + path)
+            found = browser.problems(tab, panels)
+            empty = [panel.title for panel in panels if panel.state == "empty"]
+            if empty:
+                print(f"{name}: without data: {', '.join(empty)}")
+            wrong += [f"{name}: {problem}" for problem in found]
+            wrong += [f"{name}: {title}: no data" for title in empty if needs_all]
+            browser.save(tab, out / f"{name}.png")
+    return wrong + too_large(out)
+
+
+def too_large(out: Path) -> list[str]:
+    """Pictures that are too large, and all of them together."""
+    sizes = {path.name: path.stat().st_size for path in sorted(out.glob("*.png"))}
+    wrong = [
+        f"{name} has {size} bytes, limit {PICTURE_BYTES_MAX}"
+        for name, size in sizes.items()
+        if size > PICTURE_BYTES_MAX
+    ]
+    total = sum(sizes.values())
+    print(f"{len(sizes)} pictures, {total} bytes")
+    return wrong + ([f"all pictures have {total} bytes, limit {ALL_BYTES_MAX}"] if total > ALL_BYTES_MAX else [])
+
+
+def metadata_of(server: Server) -> str:
+    """`host:port` of the metadata service, whose metrics Prometheus scrapes from there; empty without one."""
+    found = server.query("kvstrata_metadata_info")
+    return found[0].labels["instance"] if found else ""
+
+
+def main() -> int:
+    """Run and take the pictures; 1 when something is wrong with them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="folder, whose pictures are replaced; default: %(default)s"
+    )
+    parser.add_argument("--all-panels", action="store_true", help="a panel without data is wrong as well")
+    parser.add_argument("--sessions", type=int, default=16, help="prefixes of 32 MiB; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=6, help="times that they are read; default: %(default)s")
+    given = parser.parse_args()
+    try:
+        browser.find()
+    except browser.NoBrowserError as e:
+        print(e, file=sys.stderr)
+        return 1
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sample_run.started(Path(folder), print, given.sessions, given.rounds) as run,
+    ):
+        options = ("--scrape-interval-s", f"{sample_run.SCRAPE_S:g}", "--metadata", metadata_of(run.server))
+        with page.serving(run.server.address, options) as address:
+            wrong = take(address, pages(run), given.out, needs_all=given.all_panels)
+    for problem in wrong:
+        print(f"wrong: {problem}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
