@@ -12,8 +12,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_client.target import pool_layout
 from kvstrata_ui import boards
 from kvstrata_ui.access import Access, check_token
+from kvstrata_ui.prefixes import Agents, Prefixes, tenant_of
 from kvstrata_ui.server import Sources, has_charts, serve
 
 PROGRAM: Final = "kvstrata ui"
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         access = Access(_token(given.token_file, host), given.host, time.monotonic, lambda: secrets.token_urlsafe(32))
         _check_charts()
         dashboards, url = _dashboards(given.dashboards), _url(given.prometheus)
-        sources = Sources(dashboards, url, given.metadata, given.scrape_interval_s)
+        sources = Sources(dashboards, url, given.metadata, given.scrape_interval_s, _prefixes(given))
     except InvalidInputError as e:
         sys.stderr.write(f"{PROGRAM}: {e}\n")
         return 2
@@ -84,8 +86,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scrape-interval-s", type=_seconds, default=15.0, metavar="S", help="of that Prometheus; default: %(default)g"
     )
+    prefixes = parser.add_argument_group(
+        "prefixes", "What tenants have cached, asked of agents of this machine with the tenants' own tokens."
+    )
+    add = prefixes.add_argument
+    add("--agent", type=Path, action="append", default=[], metavar="SOCKET", help="of an agent of the pool; repeatable")
+    add("--tenant", action="append", default=[], metavar="NAME[=TOKEN_FILE]", help="whom to show; repeatable")
+    add("--pool", default="", help="that the agents serve")
+    add("--model", default="*", help="as in the pool; default: %(default)s")
+    add("--revision", default="*", help="as in the pool; default: %(default)s")
+    add("--dtype", default="bf16", help="default: %(default)s")
+    add("--block-tokens", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--dashboards", type=Path, metavar="FOLDER", help="other dashboards than those of this version")
     return parser
+
+
+def _prefixes(given: argparse.Namespace) -> Prefixes | None:
+    if not given.agent and not given.tenant:
+        return None
+    if not (given.agent and given.tenant and given.pool):
+        raise InvalidInputError("--agent, --tenant and --pool belong together")
+    layout = pool_layout(given.model, given.revision, given.dtype, given.block_tokens)
+    return Prefixes(Agents(tuple(given.agent), given.pool, layout, tuple(map(tenant_of, given.tenant))))
 
 
 def _check_charts() -> None:

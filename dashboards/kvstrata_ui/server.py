@@ -14,10 +14,11 @@ from typing import Any, Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.errors import InvalidInputError, RetryableError
 from kvstrata_ui import boards, fleet
 from kvstrata_ui.access import COOKIE, COOKIE_S, Access
 from kvstrata_ui.boards import Ask, Span
+from kvstrata_ui.prefixes import Prefixes
 
 PAGE: Final = Path(__file__).parent / "page"
 CHARTS: Final = PAGE / "vendor"
@@ -91,6 +92,8 @@ class Sources:
     metadata: str
     """`host:port` of a metadata service; empty for none."""
     scrape_s: float
+    prefixes: Prefixes | None = None
+    """Agents and tenants that were named."""
 
 
 class Upstream:
@@ -224,6 +227,24 @@ class Pages:
         ]
         return web.json_response({"marks": made})
 
+    async def prefixes(self, _: web.Request) -> web.Response:
+        """What each tenant whose token is there has at each agent that was named."""
+        asked = self._sources.prefixes
+        pairs = asked.pairs if asked is not None else ()
+        trees = await asyncio.gather(*(asyncio.to_thread(asked.tree, *pair) for pair in pairs)) if asked else []
+        return web.json_response({"is_asked": asked is not None, "trees": trees})
+
+    async def session(self, request: web.Request) -> web.Response:
+        """The life of a session of the tree with this number."""
+        asked, name = self._sources.prefixes, request.query.get("name", "")
+        number = int(request.match_info["tree"])
+        if asked is None or number >= len(asked.pairs) or not name:
+            raise InvalidInputError(f"session {name!r} of tree {number}: there is none")
+        try:
+            return web.json_response(await asyncio.to_thread(asked.session, *asked.pairs[number], name))
+        except RetryableError as e:
+            raise UpstreamError(f"the agent: {e}", 502) from e
+
     async def fleet(self, _: web.Request) -> web.Response:
         """The map."""
         now_s = time.time()
@@ -279,7 +300,9 @@ async def serve(host: str, port: int, sources: Sources, access: Access) -> Endpo
             web.get(f"{one}/marks", pages.marks),
             web.get(f"{one}/panels/{{panel:[0-9]{{1,6}}}}", pages.panel),
             web.get("/api/fleet", pages.fleet),
-            *(web.get(path, _file("index.html")) for path in ("/", "/d/{uid}", "/map")),
+            web.get("/api/prefixes", pages.prefixes),
+            web.get("/api/prefixes/{tree:[0-9]{1,6}}/session", pages.session),
+            *(web.get(path, _file("index.html")) for path in ("/", "/d/{uid}", "/map", "/prefixes")),
             *(web.get(f"/{name}", _file(name)) for name in _files()),
         ]
     )

@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 WIDTH_PX: Final = 1440
 _HEIGHT_PX: Final = 300
 """Less than any page has: a picture of a whole page ends where it ends."""
-_SETTLE_MS: Final = 30_000
+_SETTLE_MS: Final = 60_000
 _OPTIONS: Final = (
     "--no-sandbox",  # Namespaces are not for root, and not in most containers.
     "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

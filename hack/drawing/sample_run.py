@@ -39,6 +39,8 @@ class Run:
     server: Server
     started_s: float
     ended_s: float
+    world: World
+    """What ran, and still does."""
 
     def names(self) -> set[str]:
         """Our metrics that had a sample at any time."""
@@ -64,7 +66,7 @@ def started(folder: Path, say: Say, sessions: int, rounds: int, options: Sequenc
             work(world, sessions, rounds)
             time.sleep(_SETTLE_S)
             say("engines are done")
-            yield Run(server, started_s, time.time())
+            yield Run(server, started_s, time.time(), world)
 
 
 def work(world: World, sessions: int, rounds: int) -> None:

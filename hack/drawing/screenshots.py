@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from demo.world import NODES, POOL
 from drawing import browser, page, sample_run
 from drawing.dashboard_queries import read_all
 from drawing.prometheus_server import Server
@@ -27,7 +28,7 @@ def pages(run: sample_run.Run) -> dict[str, str]:
     start_ms, end_ms = (round(1000 * s) for s in (run.started_s - _MARGIN_S, run.ended_s + _MARGIN_S))
     boards = {uid.removeprefix("kvstrata-"): f"d/{uid}" for uid in read_all(ROOT / "dashboards")}
     times = f"?from={start_ms}&to={end_ms}&refresh="
-    return {"map": "map"} | {name: path + times for name, path in boards.items()}
+    return {"map": "map", "prefixes": "prefixes"} | {name: path + times for name, path in boards.items()}
 
 
 def take(address: str, paths: dict[str, str], out: Path, *, needs_all: bool) -> list[str]:
@@ -68,6 +69,15 @@ def metadata_of(server: Server) -> str:
     return found[0].labels["instance"] if found else ""
 
 
+def options_of(run: sample_run.Run) -> tuple[str, ...]:
+    """How the page finds the metadata service, and the agents with tokens of both tenants."""
+    layout = sample_run.LAYOUT
+    options = ["--scrape-interval-s", f"{sample_run.SCRAPE_S:g}", "--metadata", metadata_of(run.server)]
+    options += ["--pool", POOL, "--model", layout.model, "--revision", layout.revision]
+    options += [f"--agent={run.world.runner.socket(node)}" for node in NODES]
+    return (*options, *(f"--tenant={tenant}={run.world.token(tenant)}" for tenant in ("alpha", "beta")))
+
+
 def main() -> int:
     """Run and take the pictures; 1 when something is wrong with them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,10 +96,9 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as folder,
         sample_run.started(Path(folder), print, given.sessions, given.rounds) as run,
+        page.serving(run.server.address, options_of(run)) as address,
     ):
-        options = ("--scrape-interval-s", f"{sample_run.SCRAPE_S:g}", "--metadata", metadata_of(run.server))
-        with page.serving(run.server.address, options) as address:
-            wrong = take(address, pages(run), given.out, needs_all=given.all_panels)
+        wrong = take(address, pages(run), given.out, needs_all=given.all_panels)
     for problem in wrong:
         print(f"wrong: {problem}", file=sys.stderr)
     return int(bool(wrong))

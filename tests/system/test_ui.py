@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -35,6 +36,8 @@ class Fleet:
 
     prometheus: str
     """`host:port`."""
+    socket: Path
+    """Of the agent."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             with prometheus_server.start(folder, {"kvstrata": [metrics]}, DASHBOARDS / "alerts.yaml") as server:
                 rate = "rate(kvstrata_load_tokens_total[4s] offset 2s) > 0"
                 assert server.wait(lambda: bool(server.query(rate)), 60.0), "nothing is loaded"
-                yield Fleet(server.address)
+                yield Fleet(server.address, up.socket)
         finally:
             stop.set()
             worker.join(30.0)
@@ -89,7 +92,8 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture
 def tab(chromium: Any) -> Iterator[Any]:
     with browser.tab(chromium) as opened:
-        opened.set_default_timeout(20_000)
+        opened.set_default_timeout(60_000)  # Of a busy machine.
+        opened.set_viewport_size({"width": browser.WIDTH_PX, "height": 1_000})
         yield opened
 
 
@@ -199,6 +203,36 @@ def test_the_map_shows_each_node_with_its_tiers_and_what_moves(ui: str, tab: Any
     tab.wait_for_selector("[data-node=local] [data-flow=dram-nvme]", state="attached", timeout=60_000)
 
 
+def test_the_tree_of_a_tenants_prefixes_and_the_life_of_a_session_are_shown(fleet: Fleet, tab: Any) -> None:
+    options = ("--agent", str(fleet.socket), "--pool", POOL, "--model", "m", "--revision", "r", "--tenant", "me")
+    with page.serving(fleet.prometheus, options) as address:
+        assert browser.problems(tab, browser.show(tab, f"{address}prefixes")) == []
+        tree = tab.locator("[data-tenant=me]")
+        assert tree.get_attribute("data-agent") == f"{POOL}.local"
+        assert tree.locator(f"[data-run='{PROMPT}'] rect").count() > 3
+        assert tree.locator("text.length", has_text=f"{PROMPT * 16} tokens").count() > 3
+        name = tree.locator(".session").first.text_content().strip()
+        tree.locator(".session").first.click()
+        tab.locator(".life tbody tr").first.wait_for()
+        assert f"Session {name}" in tab.locator(".life h2").inner_text()
+        assert "store" in tab.locator(".life table").inner_text()
+
+        told = answer_text(address, f"/api/prefixes/0/session?name={name}") + answer_text(address, "/api/prefixes")
+        assert "digest" not in told
+        for path in ("/api/prefixes/1/session?name=x", "/api/prefixes/0/session"):
+            assert answer(address, path).status == HTTPStatus.BAD_REQUEST
+
+
+def test_an_agent_that_is_away_and_no_agent_at_all_are_said(fleet: Fleet, ui: str, tab: Any, tmp_path: Path) -> None:
+    browser.show(tab, f"{ui}prefixes")
+    assert "kvstrata ui --agent SOCKET" in tab.locator(".hint code").inner_text()
+
+    options = ("--agent", str(tmp_path / "none"), "--pool", POOL, "--tenant", "me")
+    with page.serving(fleet.prometheus, options) as address:
+        (problem,) = browser.problems(tab, browser.show(tab, f"{address}prefixes"))
+        assert str(tmp_path / "none") in problem
+
+
 @pytest.mark.parametrize(
     ("value", "unit", "shown"),
     [
@@ -241,6 +275,11 @@ def answer(address: str, path: str, method: str = "GET", body: str = "", **heade
         return found
     finally:
         connection.close()
+
+
+def answer_text(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"{address.rstrip('/')}{path}", timeout=20) as found:  # noqa: S310  Our own.
+        return str(found.read().decode())
 
 
 FORM = "application/x-www-form-urlencoded"
@@ -313,6 +352,7 @@ def test_nothing_else_is_passed_on(ui: str, path: str, status: int) -> None:
         (("--prometheus", "ftp://x"), "--prometheus 'ftp://x': a URL is wanted"),
         (("--dashboards", "/nonexistent"), "--dashboards /nonexistent: no dashboard is there"),
         (("--token-file", "/nonexistent"), "--token-file /nonexistent"),
+        (("--agent", "/x"), "--agent, --tenant and --pool belong together"),
         (("--scrape-interval-s", "0"), "from 0.1 to 3600 seconds"),
     ],
 )

@@ -16,7 +16,7 @@ from kvstrata_api.errors import AgentAwayError, InvalidInputError, UnsupportedEr
 from kvstrata_api.wire import KEYS_MAX, Request, RouteHint, WhyMiss
 from kvstrata_client.client import Client
 from kvstrata_client.commands import table
-from kvstrata_client.target import NO_TOKEN, Target
+from kvstrata_client.target import NO_TOKEN, Target, pool_layout
 from kvstrata_client.verbs.results import Scope
 
 WAIT_S = 5.0
@@ -108,14 +108,12 @@ def _attach(given: argparse.Namespace) -> Client:
 
 
 def _layout(given: argparse.Namespace) -> Layout:
-    """Layout from a file, or one that only fits the pool's `compatibility`: enough to be let in."""
+    """Layout from a file, or one that only fits the pool."""
     if given.layout is not None:
         return _read_layout(given.layout)
     if not (given.model and given.revision):
         raise InvalidInputError("--layout FILE, or --model and --revision as in the pool, are missing")
-    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    element_bytes = sizes.get(given.dtype, 1)
-    return Layout(given.model, given.revision, given.dtype, given.block_tokens, 1, 1, 1, element_bytes)
+    return pool_layout(given.model, given.revision, given.dtype, given.block_tokens)
 
 
 def _read_layout(path: Path) -> Layout:

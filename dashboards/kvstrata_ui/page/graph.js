@@ -48,11 +48,11 @@ export function graph(panel, answer, body, scene) {
   const options = {
     ...sizeOf(box),
     legend: { show: false },
-    padding: [8, 8, 0, 0],
+    padding: [8, 14, 0, 0],
     series: [{}, ...series],
     scales: { x: { time: true, range: () => [answer.start_s, answer.end_s] }, y: { range: (_, low, high) => yRange(low, high, min, max, unit) } },
     axes: [
-      { ...axis, size: 22, space: 60, values: (_, seconds) => seconds.map((s) => clock(s, seconds[1] - seconds[0] < 60)) },
+      { ...axis, size: 22, space: 48, values: (_, seconds) => seconds.map((s) => clock(s, seconds[1] - seconds[0] < 60)) },
       { ...axis, size: AXIS_PX, splits: (_, __, low, high) => ticks(low, high, unit), values: (_, marks) => marks.map((v) => text(v, unit)) },
     ],
     cursor: { sync: { key: "kvstrata" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 }, focus: { prox: 24 } },

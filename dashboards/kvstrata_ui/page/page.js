@@ -3,6 +3,7 @@
 import { showBoard } from "./board.js";
 import { ask, element } from "./elements.js";
 import { showMap } from "./map.js";
+import { showPrefixes } from "./prefixes.js";
 
 const main = document.getElementById("main");
 const controls = document.getElementById("controls");
@@ -10,12 +11,14 @@ const controls = document.getElementById("controls");
 async function start() {
   const { dashboards } = await ask("/api/dashboards");
   const board = /^\/d\/([^/]+)/.exec(location.pathname)?.[1];
+  const page = board ? null : location.pathname === "/prefixes" ? showPrefixes : showMap;
   const links = [
-    ["/map", "Map", "Nodes, tiers, and what moves between them", !board],
+    ["/map", "Map", "Nodes, tiers, and what moves between them", page === showMap],
+    ["/prefixes", "Prefixes", "What tenants have cached, as trees", page === showPrefixes],
     ...dashboards.map(({ uid, title, description }) => [`/d/${uid}`, title, description, uid === board]),
   ].map(([path, title, hint, isCurrent]) => element("a", { href: path, title: hint, "aria-current": isCurrent && "page", onclick: keepChosen }, title.replace(/^KV /, "")));
   document.getElementById("pages").replaceChildren(element("b", {}, "kvstrata"), ...links, themes());
-  await (board ? showBoard(board, main, controls) : showMap(main, controls));
+  await (board ? showBoard(board, main, controls) : page(main, controls));
 }
 
 /** Links of the head take along what is chosen, and the time. */
