@@ -35,8 +35,8 @@ class Run:
     """Blocks by the tier that they are read from; those that are on their way under an empty name."""
     held: int
     """Blocks that somebody reads, pins, decodes from or moves."""
-    idle_s: float
-    """Since the last use of any of them."""
+    idle_s: float | None
+    """Since the last use of any of them; None where their sessions were closed for good: they are the first to go."""
     sessions: tuple[str, ...]
     """Sessions of the tenant that end with its last block, at most 8."""
 
@@ -76,6 +76,7 @@ def _run(
     parent: int, blocks: list[Entry], tenant: str, now_s: float, best_copy: Callable[[Entry], Residence | None]
 ) -> Run:
     copies = [best_copy(entry) for entry in blocks]
+    used_at_s = max(map(_used_at_s, blocks))
     names = sorted(name for whose, name in blocks[-1].followers or () if whose == tenant)
     return Run(
         parent=parent,
@@ -83,6 +84,6 @@ def _run(
         blocks=len(blocks),
         tiers=dict(Counter([copy.tier.name if copy is not None else "" for copy in copies])),
         held=sum(entry.is_held for entry in blocks),
-        idle_s=round(now_s - max(map(_used_at_s, blocks)), 3),
+        idle_s=round(now_s - used_at_s, 3) if used_at_s > 0 else None,
         sessions=tuple(names[:SESSIONS_MAX]),
     )

@@ -48,7 +48,7 @@ export function graph(panel, answer, body, scene) {
   const options = {
     ...sizeOf(box),
     legend: { show: false },
-    padding: [8, 14, 0, 0],
+    padding: [8, 26, 0, 0],
     series: [{}, ...series],
     scales: { x: { time: true, range: () => [answer.start_s, answer.end_s] }, y: { range: (_, low, high) => yRange(low, high, min, max, unit) } },
     axes: [

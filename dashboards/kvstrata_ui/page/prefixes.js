@@ -93,7 +93,7 @@ function drawRun(run, scope, tree, perBlock, onSession) {
   const places = scope.tiers.map((tier, i) => [tier, run.tiers[tier] ?? 0, colorOf(i)]).filter(([, count]) => count);
   if (run.tiers[""]) places.push(["on the way", run.tiers[""], styled("faint")]);
   const words = [`${run.blocks} blocks, ${run.blocks * tree.block_tokens} tokens`, ...places.map(([name, count]) => `${count} in ${name}`),
-    `used ${text(run.idle_s, "s")} ago`, ...(run.held ? [`${run.held} in use`] : []), ...(run.is_beginning || run.parent >= 0 ? [] : ["its beginning is not here"]), ...run.sessions.map((name) => `session ${name}`)].join("\n");
+    usedOf(run), ...(run.held ? [`${run.held} in use`] : []), ...(run.is_beginning || run.parent >= 0 ? [] : ["its beginning is not here"]), ...run.sessions.map((name) => `session ${name}`)].join("\n");
   let at = x;
   const parts = places.map(([, count, color]) => {
     const part = shape("rect", { x: at, y, width: (width * count) / run.blocks, height, fill: color, "fill-opacity": 0.75 });
@@ -105,10 +105,14 @@ function drawRun(run, scope, tree, perBlock, onSession) {
   const made = [shape("g", { "data-run": run.blocks }, shape("title", {}, words), ...parts)];
   if (width > 90 && height >= ROW_PX - 2) made.push(shape("text", { class: "length", x: x + 6, y: y + height / 2 + 4 }, `${run.blocks * tree.block_tokens} tokens`));
   if (!run.children.length) {
-    const idle = `used ${text(run.idle_s, "s")} ago`;
+    const idle = usedOf(run);
     made.push(shape("text", { x: x + width + 8, y: y + ROW_PX / 2 + 3 }, run.sessions.length ? "" : idle, ...run.sessions.slice(0, 3).map((name) => shape("tspan", { class: "session", tabindex: 0, onclick: () => onSession(name), onkeydown: (event) => event.key === "Enter" && onSession(name) }, `${name}  `)), run.sessions.length ? shape("tspan", {}, idle) : ""));
   }
   return made;
+}
+
+function usedOf(run) {
+  return run.idle_s == null ? "given up, the first to go" : `used ${text(run.idle_s, "s")} ago`;
 }
 
 async function showLife(life, tree, name) {

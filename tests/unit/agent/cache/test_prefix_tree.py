@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 SCOPE = ScopeId("tenant/a/u/v1")
 
 
-def entry(digest: int, parent: int | None = None, used_at_s: float = 0.0) -> Entry:
+def entry(digest: int, parent: int | None = None, used_at_s: float = 1.0) -> Entry:
     before = b"" if parent is None else bytes([parent % 256, parent // 256])
     return Entry(SCOPE, bytes([digest % 256, digest // 256]), before, LayoutId(bytes(16)), 0.0, used_at_s, "a")
 
@@ -42,6 +42,12 @@ def test_a_session_ends_a_run_and_only_its_own_tenants_names_are_told() -> None:
     assert (second.parent, second.blocks, second.sessions) == (0, 1, ())
 
 
+def test_what_a_session_is_done_with_has_no_time_of_use() -> None:
+    (run,) = runs_of([entry(1, used_at_s=0.0)])
+
+    assert run.idle_s is None
+
+
 def test_what_is_behind_a_gap_or_a_windows_cut_is_no_beginning() -> None:
     cut = entry(3, 2)
     cut.is_cut = True
@@ -65,9 +71,9 @@ def test_every_block_is_in_one_run_and_parents_come_first(parents: list[int]) ->
 
 
 def test_more_runs_than_an_answer_holds_leave_out_those_that_nobody_used_lately() -> None:
-    entries = [entry(i, used_at_s=float(i)) for i in range(RUNS_MAX + 20)]
+    entries = [entry(i, used_at_s=1.0 + i) for i in range(RUNS_MAX + 20)]
 
     runs, left_out = prefix_tree(entries, "a", 1_000.0, lambda _: None)
 
     assert (len(runs), left_out) == (RUNS_MAX, 20)
-    assert max(run.idle_s for run in runs) == 1_000.0 - 20
+    assert max(run.idle_s or 0.0 for run in runs) == 1_000.0 - 21
