@@ -1,7 +1,7 @@
-"""Runs the fleet for a minute or two and takes pictures of every dashboard and of the map: `make screenshots`.
+"""Lets the scripted hour happen and takes pictures of every dashboard, the map and the prefixes: `make screenshots`.
 
-Fails when a page cannot be drawn, a panel shows an error, or a picture is too large for the tree; panels without data
-are named, and fail it with `--all-panels`.
+Fails when a page cannot be drawn, a panel shows an error or has no data, or a picture is too large for the tree. Needs
+`tests` on PYTHONPATH, where the hour is.
 """
 
 import argparse
@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Final
+
+from hour.script import told
 
 from demo.world import NODES, POOL
 from drawing import browser, page, sample_run
@@ -31,7 +33,7 @@ def pages(run: sample_run.Run) -> dict[str, str]:
     return {"map": "map", "prefixes": "prefixes"} | {name: path + times for name, path in boards.items()}
 
 
-def take(address: str, paths: dict[str, str], out: Path, *, needs_all: bool) -> list[str]:
+def take(address: str, paths: dict[str, str], out: Path) -> list[str]:
     """Take the pictures; what is wrong with them."""
     wrong: list[str] = []
     out.mkdir(parents=True, exist_ok=True)
@@ -42,10 +44,7 @@ def take(address: str, paths: dict[str, str], out: Path, *, needs_all: bool) -> 
             panels = browser.show(tab, address + path)
             found = browser.problems(tab, panels)
             empty = [panel.title for panel in panels if panel.state == "empty"]
-            if empty:
-                print(f"{name}: without data: {', '.join(empty)}")
-            wrong += [f"{name}: {problem}" for problem in found]
-            wrong += [f"{name}: {title}: no data" for title in empty if needs_all]
+            wrong += [f"{name}: {problem}" for problem in [*found, *(f"{title}: no data" for title in empty)]]
             browser.save(tab, out / f"{name}.png")
     return wrong + too_large(out)
 
@@ -84,9 +83,6 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=OUT, help="folder, whose pictures are replaced; default: %(default)s"
     )
-    parser.add_argument("--all-panels", action="store_true", help="a panel without data is wrong as well")
-    parser.add_argument("--sessions", type=int, default=16, help="prefixes of 32 MiB; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=6, help="times that they are read; default: %(default)s")
     given = parser.parse_args()
     try:
         browser.find()
@@ -95,10 +91,10 @@ def main() -> int:
         return 1
     with (
         tempfile.TemporaryDirectory() as folder,
-        sample_run.started(Path(folder), print, given.sessions, given.rounds) as run,
-        page.serving(run.server.address, options_of(run)) as address,
+        told(Path(folder), print) as hour,
+        page.serving(hour.run.server.address, options_of(hour.run)) as address,
     ):
-        wrong = take(address, pages(run), given.out, needs_all=given.all_panels)
+        wrong = take(address, pages(hour.run), given.out)
     for problem in wrong:
         print(f"wrong: {problem}", file=sys.stderr)
     return int(bool(wrong))
