@@ -15,11 +15,16 @@ import pytest
 
 from drawing import page, prometheus_server
 from kvstrata import PrefixCache
+from kvstrata_ui.server import has_charts
 from support.agent.standalone import POOL, Up, content, pool, tokens
 
 browser = pytest.importorskip("drawing.browser", reason="playwright is not installed: make tools")
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not has_charts(), reason="the chart library was not fetched: npm is missing (make setup)"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = ROOT / "dashboards"
