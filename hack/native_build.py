@@ -1,4 +1,4 @@
-"""Compiles the native kernels: into a wheel, and beside their sources for an editable install.
+"""Compiles the native kernels: for a wheel, and beside their sources for an editable install.
 
 As a script it compiles them beside their sources when these are newer. Where there is no C compiler ($CC, default
 cc), or no headers of Python, the kernels run in Python (`kvstrata_native.python`): that is said, and is no error.
@@ -9,11 +9,8 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
-from typing import Any, Final
-
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from typing import Final
 
 PACKAGE: Final = Path("agent/kvstrata_native")
 LIBRARY: Final = "_kernels.abi3.so"
@@ -27,31 +24,6 @@ _FLAGS: Final = (
     "-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math",
     "-Wall", "-Wextra", "-Werror=incompatible-pointer-types",
 )  # fmt: skip
-
-
-class NativeKernels(BuildHookInterface[Any]):
-    """Hatchling's hook for wheels."""
-
-    PLUGIN_NAME = "custom"
-
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile before the build; a wheel with kernels is for one platform, one without them for all."""
-        sources = Path(self.root, PACKAGE)
-        if version == "editable":
-            self._tell(compile_kernels(sources, sources / LIBRARY))
-            return
-        self._made = tempfile.TemporaryDirectory(prefix="kvstrata-native-")
-        library = Path(self._made.name, LIBRARY)
-        failure = compile_kernels(sources, library)
-        self._tell(failure)
-        if failure is None:
-            build_data["force_include"][str(library)] = f"{PACKAGE.name}/{LIBRARY}"
-            build_data["pure_python"] = False
-            build_data["tag"] = wheel_tag()
-
-    def _tell(self, failure: str | None) -> None:
-        if failure is not None:
-            self.app.display_warning(f"native kernels are left out: {failure}")
 
 
 def wheel_tag() -> str:

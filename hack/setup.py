@@ -33,6 +33,8 @@ PROGRAMS: Final = {
     "openssl": "openssl",
 }
 """Commands that tests and demo call, with their Debian packages."""
+BROWSER: Final = "chromium"
+"""What tests of the page and its pictures are made with; they are skipped without."""
 POLICY: Final = Path("/usr/sbin/policy-rc.d")
 """Debian asks it whether an installed service may be started: not here, where everybody starts servers of their own."""
 
@@ -114,6 +116,7 @@ def main() -> int:
                 run(chains({"none": {}, "demo": DEMO, "tests": TESTS}[given.tools], log))
             # Sources change more often than requirements.
             subprocess.run([VENV / "bin/python", "hack/native_build.py"], check=True)
+            subprocess.run([VENV / "bin/python", "hack/page_build.py"], check=True)
     except SetupError as e:
         say(str(e))
         return 1
@@ -139,6 +142,9 @@ def chains(tools: dict[str, int], log: IO[str]) -> list[list[Step]]:
     packages = sorted({package for command, package in PROGRAMS.items() if shutil.which(command) is None})
     if packages:
         found.append([Step("Debian packages", 20, lambda: install_packages(packages, log))])
+    if tools == TESTS and shutil.which(BROWSER) is None:
+        browser = Step(BROWSER, 40, lambda: install_browser(log))
+        found = [[*chain, browser] for chain in found] or [[browser]]  # Debian's packages come one after the other.
     if not STAMP.exists() or STAMP.read_text() != digest():
         check_python()
         found.append(
@@ -219,6 +225,14 @@ def install_packages(packages: Sequence[str], log: IO[str]) -> None:
     finally:
         if is_ours:
             POLICY.unlink()
+
+
+def install_browser(log: IO[str]) -> None:
+    """Install the browser; where that is not possible, say what is missing for it, and go on."""
+    try:
+        install_packages([BROWSER], log)
+    except SetupError as e:
+        say(f"without {BROWSER}, tests of the page are skipped: {e}")
 
 
 def make_venv(log: IO[str]) -> None:

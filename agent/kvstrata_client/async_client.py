@@ -257,9 +257,9 @@ class AsyncClient:
         """Tiers and counters as JSON text; `{}` when the agent is away."""
         return await self._one(calls.stats(self.target))
 
-    async def explain(self, *, key: BlockKey | None = None, session: str = "") -> str:
-        """Why a block or a session is where it is, as JSON text."""
-        return await self._one(calls.explain(self.target, key, session))
+    async def explain(self, *, key: BlockKey | None = None, session: str = "", scope: str = "") -> str:
+        """Why a block or a session is where it is, or what a scope has, as JSON text (`wire.Explain`)."""
+        return await self._one(calls.explain(self.target, key, session, scope))
 
     async def why_miss(self, keys: Sequence[BlockKey]) -> str:
         """Why these chained keys (one scope) are not found, or not all, as JSON text: see `wire.WhyMiss`.

@@ -1,6 +1,6 @@
 """The `kvstrata` command: runs or shows an agent, shows the fleet, checks manifests, names prefixes and readers.
 
-It also replays recorded requests and calibrates codecs on captured KV.
+It also replays recorded requests, calibrates codecs on captured KV, and serves a page with dashboards and a map.
 """
 
 import argparse

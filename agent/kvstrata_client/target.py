@@ -14,6 +14,12 @@ TOKEN_BYTES_MAX = 64 << 10
 """A projected token has 1 to 2 KiB; the limit bounds what a wrong path can cost."""
 
 
+def pool_layout(model: str, revision: str, dtype: str, block_tokens: int) -> Layout:
+    """A layout that only fits a pool's `compatibility`: enough to be let in, for what names no block."""
+    element_bytes = {"fp32": 4, "bf16": 2, "fp16": 2}.get(dtype, 1)
+    return Layout(model, revision, dtype, block_tokens, 1, 1, 1, element_bytes)
+
+
 def configured_token(token_file: str) -> str | Path:
     """Token of a configuration that names its file, or `NO_TOKEN` where it names none."""
     return Path(token_file) if token_file else NO_TOKEN

@@ -36,6 +36,12 @@ def replay(arguments: Sequence[str]) -> int:
     return status
 
 
+def ui(arguments: Sequence[str]) -> int:
+    """Run `kvstrata ui` and return its exit status, or exit with what to install."""
+    status: int = _main("kvstrata_ui.main", "ui", "kvstrata ui")(arguments)
+    return status
+
+
 def node() -> None:
     """Run node preparation, or exit with what to install."""
     _run("kvstrata_node.main", "agent", "kvstrata-node")

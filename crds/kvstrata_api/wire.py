@@ -353,7 +353,12 @@ class Stats(Request, frozen=True, array_like=True, tag=True):
 
 
 class Explain(Request, frozen=True, array_like=True, tag=True):
-    """Ask why a block or session is where it is. Exactly one of digest (with scope) and session is set."""
+    """Ask why a block or session is where it is. Exactly one of digest (with scope) and session is set.
+
+    With a scope alone: what the tenant has there on this node, as a tree. Answered by `Text`: an object of `runs`, of
+    which each has its `parent` in the list or -1, `blocks`, `tiers` (blocks by tier), `idle_s` and `sessions`. Of a
+    shared scope it has what is on the tenant's own account.
+    """
 
     scope: str = ""
     digest: bytes = b""

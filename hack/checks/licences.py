@@ -1,4 +1,4 @@
-"""Checks the licences of everything that is installed in this environment against hack/checks/licence_rules.py.
+"""Checks the licences of what is installed here, and of what the page packs, against hack/checks/licence_rules.py.
 
 `python -m checks.licences [--json]`; exit status 1 when something is not on the list.
 """
@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from importlib.metadata import Distribution, distributions
 
+import page_build
 from checks.licence_rules import Stated, licence, refusal
 
 _CLASSIFIER = "License :: "
@@ -31,11 +32,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     as_json = parser.parse_args().json
-    found = sorted((stated(d) for d in distributions()), key=lambda s: s.name.lower())
+    page = Stated("uPlot (npm, packed in the wheel)", expression=page_build.LICENCE)
+    found = sorted((page, *(stated(d) for d in distributions())), key=lambda s: s.name.lower())
     refused = [reason for s in found if (reason := refusal(s))]
     if as_json:
         print(json.dumps({"licences": {s.name: licence(s) for s in found}, "refused": refused}, indent=2))
     else:
+        print(f"{page.name}: {licence(page)}")
         for expression, number in Counter(licence(s) or "(not stated)" for s in found).most_common():
             print(f"{number:4d}  {expression}")
         for reason in refused:

@@ -1,12 +1,23 @@
-"""Writes a CycloneDX bill of materials for each pinned requirement file: `python -m checks.sbom [--out DIR]`.
+"""Writes a CycloneDX bill of materials for each pinned requirement file, and one for what the page of the wheel packs.
 
-Reproducible: the same pins give the same bytes. The control plane's Go modules are pinned by their go.sum files.
+`python -m checks.sbom [--out DIR]`. Reproducible: the same pins give the same bytes. The control plane's Go modules are
+pinned by their go.sum files.
 """
 
 import argparse
+import base64
 import subprocess
 import sys
 from pathlib import Path
+
+from cyclonedx.factory.license import LicenseFactory
+from cyclonedx.model import HashAlgorithm, HashType
+from cyclonedx.model.bom import Bom
+from cyclonedx.model.component import Component
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
+
+import page_build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,6 +29,23 @@ def command(requirements: Path, target: Path) -> list[str]:
     return [*module, *options, "--output-file", str(target), str(requirements)]
 
 
+def page() -> str:
+    """The bill of the page's chart library, which the wheel has with its licence."""
+    purl = PackageURL("npm", None, page_build.NAME, page_build.VERSION)
+    digest = HashType(alg=HashAlgorithm.SHA_512, content=base64.b64decode(page_build.SHA512).hex())
+    library = Component(
+        name=purl.name,
+        version=purl.version,
+        purl=purl,
+        bom_ref=str(purl),
+        hashes=[digest],
+        licenses=[LicenseFactory().make_from_string(page_build.LICENCE)],
+    )
+    bom = Bom(components=[library])
+    bom.serial_number, bom.metadata.timestamp = None, None  # type: ignore[assignment]
+    return JsonV1Dot6(bom).output_as_string(indent=2) + "\n"
+
+
 def write(out: Path) -> list[Path]:
     """Write all bills into the folder `out`; `subprocess.CalledProcessError` when the tool fails."""
     out.mkdir(parents=True, exist_ok=True)
@@ -26,6 +54,8 @@ def write(out: Path) -> list[Path]:
         target = out / f"kvstrata-{requirements.stem}.cdx.json"
         subprocess.run(command(requirements, target), check=True, capture_output=True)
         made.append(target)
+    made.append(out / "kvstrata-page.cdx.json")
+    made[-1].write_text(page(), encoding="utf-8")
     return made
 
 

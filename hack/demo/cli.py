@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from demo.errors import CheckError, DemoError
 from demo.installing import EXAMPLES, ROOT
+from demo.page import Page
 from demo.report import Report
 from demo.rows import Answer
 from demo.transcripts import read_session
@@ -109,6 +110,8 @@ def _play(report: Report, *, is_kept: bool, is_current_cluster: bool, has_vllm: 
         with World(report.step, is_current_cluster=is_current_cluster) as world:
             try:
                 world.bring_up()
+                page = Page(world)
+                page.start()
                 _tell(report, world, preparing, has_vllm=has_vllm)
             except (DemoError, CheckError, KvStrataError):
                 report.lines(world.complaints())
@@ -116,6 +119,7 @@ def _play(report: Report, *, is_kept: bool, is_current_cluster: bool, has_vllm: 
             report.lines(world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains").splitlines())
             report.lines(world.absences())
             report.lines([f"metrics of {name}: curl {url}" for name, url in world.metrics().items()])
+            report.lines(page.finish())
             if not is_kept:
                 report.lines(["everything is stopped and removed now; `make demo KEEP=1` leaves it running"])
             if is_kept:

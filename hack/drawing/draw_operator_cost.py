@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from drawing.panel_svg import COLORS
-from drawing.panel_text import text, ticks
-
 WIDTH, HEIGHT = 640, 300
+COLORS: Final = ("#5794f2", "#73bf69", "#ff780a")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 46, 40
 _STYLE: Final = "font-family:sans-serif;font-size:12px;fill:#444"
 Points = Sequence[tuple[int, float]]
@@ -31,7 +29,7 @@ def points_of(line: Mapping[str, Mapping[str, float]]) -> list[tuple[int, float]
 def drawing(lines: Mapping[str, Points]) -> str:
     """One line for each name; the number of nodes runs logarithmically."""
     sizes = sorted({n for points in lines.values() for n, _ in points})
-    marks = ticks(max(value for points in lines.values() for _, value in points), base=10)
+    marks = ticks(max(value for points in lines.values() for _, value in points))
     span = math.log(sizes[-1] / sizes[0]) or 1.0
 
     def x(nodes: int) -> float:
@@ -45,23 +43,37 @@ def drawing(lines: Mapping[str, Points]) -> str:
     for mark in marks:
         out.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" stroke="#ddd"/>')
         out.append(
-            f'<text x="{_LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end" style="{_STYLE}">{text(mark, "s")}</text>'
+            f'<text x="{_LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end" style="{_STYLE}">{seconds(mark)}</text>'
         )
     for nodes in sizes:
         anchor = "start" if nodes == sizes[0] else "end" if nodes == sizes[-1] else "middle"
         label = f"{nodes:,} nodes"
         out.append(f'<text x="{x(nodes):.1f}" y="{HEIGHT - 16}" text-anchor="{anchor}" style="{_STYLE}">{label}</text>')
     for number, (name, points) in enumerate(lines.items()):
-        color = COLORS[(2, 0, 3)[number % 3]]
+        color = COLORS[number % len(COLORS)]
         path = " ".join(f"{x(n):.1f},{y(value):.1f}" for n, value in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         out += [f'<circle cx="{x(n):.1f}" cy="{y(value):.1f}" r="3" fill="{color}"/>' for n, value in points]
-        last = f"{html.escape(name)}: {text(points[-1][1], 's')} at {points[-1][0]:,}"
+        last = f"{html.escape(name)}: {seconds(points[-1][1])} at {points[-1][0]:,}"
         at = _LEFT + 280 * number
         out.append(f'<circle cx="{at + 5}" cy="33" r="4" fill="{color}"/>')
         out.append(f'<text x="{at + 14}" y="37" style="{_STYLE}">{last}</text>')
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(out) + "\n</svg>\n"
+
+
+def seconds(value_s: float) -> str:
+    """A time in three digits."""
+    factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms")) if value_s * f >= 1), (1e6, "µs"))
+    return f"{value_s * factor:.3g} {unit}" if value_s else "0 s"
+
+
+def ticks(highest: float, count: int = 4) -> list[float]:
+    """Round numbers from 0 to at least `highest`."""
+    rough = highest / count
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (1, 2, 2.5, 5, 10) if step * magnitude >= rough * 0.999) * magnitude
+    return [step * i for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
 def main() -> None:

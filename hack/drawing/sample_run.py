@@ -44,6 +44,8 @@ class Run:
     server: Server
     started_s: float
     ended_s: float
+    world: World
+    """What ran, and still does."""
     addresses: tuple[str, ...]
     """Where processes serve their metrics in the end."""
     loaded_tokens: Counter[tuple[str, str]]
@@ -97,7 +99,7 @@ def started(
                 beside.work()
             erase(world, "beta")
             time.sleep(_SETTLE_S)
-            yield Run(server, started_s, time.time(), (*_served(world), *more), work.loaded_tokens)
+            yield Run(server, started_s, time.time(), world, (*_served(world), *more), work.loaded_tokens)
 
 
 def _served(world: World) -> list[str]:

@@ -1,8 +1,10 @@
-"""CycloneDX bill of materials of one image: its Debian packages and wheels with their hashes."""
+"""CycloneDX bill of materials of one image: its Debian packages and wheels with their hashes, and what these pack."""
 
+import hashlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from zipfile import ZipFile
 
 from cyclonedx.model import HashAlgorithm, HashType
 from cyclonedx.model.bom import Bom, BomMetaData
@@ -10,6 +12,7 @@ from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
+import page_build
 from images.debian import Pin
 from images.wheels import Wheel
 
@@ -20,7 +23,8 @@ def write(repository: str, tag: str, digest: str, pins: Iterable[Pin], found: It
     """JSON of the bill; the same image gives the same bytes."""
     image = _component(PackageURL("oci", None, repository.rpartition("/")[2], digest, {"tag": tag}), digest[7:])
     image.type = ComponentType.CONTAINER
-    parts = [*map(_of_debian, pins), *map(_of_wheel, found)]
+    wheels = tuple(found)
+    parts = [*map(_of_debian, pins), *map(_of_wheel, wheels), *(part for wheel in wheels for part in _packed(wheel))]
     serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{repository}@{digest}")
     bom = Bom(components=parts, serial_number=serial, metadata=BomMetaData(component=image, timestamp=_EPOCH))
     bom.register_dependency(image, parts)
@@ -34,6 +38,16 @@ def _of_debian(pin: Pin) -> Component:
 
 def _of_wheel(wheel: Wheel) -> Component:
     return _component(PackageURL("pypi", None, wheel.name, wheel.version), wheel.sha256)
+
+
+def _packed(wheel: Wheel) -> Iterator[Component]:
+    """The chart library of our page, where our wheel has it."""
+    with ZipFile(wheel.path) as archive:
+        for name in page_build.FILES.values():
+            packed = f"kvstrata_ui/page/vendor/{name}"
+            if name.endswith(".js") and packed in archive.namelist():
+                purl = PackageURL("npm", None, page_build.NAME, page_build.VERSION)
+                yield _component(purl, hashlib.sha256(archive.read(packed)).hexdigest())
 
 
 def _component(purl: PackageURL, sha256: str) -> Component:

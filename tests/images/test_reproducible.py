@@ -54,6 +54,7 @@ def test_an_image_keeps_its_bound_and_tells_what_is_in_it(
     assert bill["metadata"]["component"]["version"] == said["digest"]
     assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
     assert bool(IMAGES[name].requirements) == any(purl.startswith("pkg:pypi/kvstrata@") for purl in purls)
+    assert bool(IMAGES[name].requirements) == any(purl.startswith("pkg:npm/uplot@") for purl in purls)
     assert all(component["hashes"][0]["alg"] == "SHA-256" for component in bill["components"])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from demo.installing import ROOT
+from kvstrata_ui.server import has_charts
 
 pytestmark = pytest.mark.system
 
@@ -65,6 +66,11 @@ def test_the_demo_keeps_every_promise_and_leaves_nothing_behind(demo: subprocess
     assert min(last["restored_from"].values()) > 0
     assert last["hit_blocks"] >= sum(last["restored_from"].values()) > 0
     assert "kvpoolnode" in said
+    if has_charts():
+        assert "page: http://127.0.0.1:" in said
+        assert "picture of it: build/demo.png" in said or "no picture: chromium is not installed" in said
+    else:
+        assert "no page: kvstrata ui: the chart library is missing" in said
     assert folders() == before
 
 

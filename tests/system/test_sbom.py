@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import page_build
 from checks import sbom
 
 pytestmark = pytest.mark.system
@@ -20,3 +21,12 @@ def test_a_bill_of_materials_names_every_pin_once(tmp_path: Path) -> None:
     assert made["bomFormat"] == "CycloneDX"
     assert [c["purl"] for c in made["components"]] == ["pkg:pypi/aiohttp@3.14.5", "pkg:pypi/kopf@1.45.2"]
     assert str(tmp_path) not in json.dumps(made)
+
+
+def test_the_bill_of_the_page_names_its_chart_library_with_licence_and_digest() -> None:
+    (library,) = json.loads(sbom.page())["components"]
+
+    assert library["purl"] == f"pkg:npm/uplot@{page_build.VERSION}"
+    assert library["licenses"] == [{"license": {"id": "MIT"}}]
+    assert library["hashes"][0]["alg"] == "SHA-512"
+    assert sbom.page() == sbom.page()

@@ -1,16 +1,21 @@
 """The wheel as a user installs it: each process with its own pinned requirements and nothing else."""
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
+from kvstrata_ui.server import has_charts
+
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "dashboards" / "kvstrata_ui" / "page"
 UV = Path(sys.executable).with_name("uv")
 
 
@@ -62,6 +67,7 @@ def test_the_client_installs_alone_and_names_what_a_process_needs(wheel: Path, t
         assert refused.returncode == 1
         assert f"pip install 'kvstrata[{process}]'" in refused.stderr
     assert "pip install 'kvstrata[agent]'" in run(bin_ / "kvstrata", "up", "--print").stderr
+    assert "pip install 'kvstrata[ui]'" in run(bin_ / "kvstrata", "ui", "--help").stderr
 
 
 @pytest.mark.parametrize("process", ["agent", "metadata", "operator"])
@@ -70,6 +76,30 @@ def test_each_process_starts_from_its_own_requirements_without_torch(wheel: Path
 
     assert "--metrics-port" in succeed(bin_ / f"kvstrata-{process}", "--help")
     assert run(bin_ / "python", "-c", "import torch").returncode == 1
+
+
+@pytest.mark.skipif(not has_charts(), reason="the chart library was not fetched: npm is missing (make setup)")
+def test_the_page_is_packed_with_its_dashboards_and_the_chart_library_with_its_licence(
+    wheel: Path, tmp_path: Path
+) -> None:
+    with ZipFile(wheel) as packed:
+        names = {name.removeprefix("kvstrata_ui/") for name in packed.namelist() if name.startswith("kvstrata_ui/")}
+        assert "The MIT License" in packed.read("kvstrata_ui/page/vendor/uPlot.LICENSE").decode()
+    page = {str(path.relative_to(PAGE.parent)) for path in PAGE.rglob("*") if path.is_file()}
+    dashboards = {f"dashboards/{path.name}" for path in (ROOT / "dashboards").glob("*.json")}
+    assert page | dashboards <= names
+    assert "page/vendor/uPlot.iife.min.js" in names
+
+    bin_ = environment(wheel, "metadata", tmp_path / "metadata")
+    command = [str(bin_ / "kvstrata"), "ui", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as started:
+        try:
+            assert started.stdout is not None
+            address = started.stdout.readline().strip()
+            with urllib.request.urlopen(f"{address}api/dashboards", timeout=10) as answer:  # noqa: S310  Our own.
+                assert {d["uid"] for d in json.load(answer)["dashboards"]} == {Path(name).stem for name in dashboards}
+        finally:
+            started.terminate()
 
 
 NO_COMPILER = "/nonexistent/cc"

@@ -48,6 +48,7 @@ VERBS: Final[dict[str, Asked]] = {
     "demote": lambda s, k: wire.Demote(1, s, k),
     "fetch": lambda s, k: wire.Fetch(1, s, k),
     "explain": lambda s, k: wire.Explain(1, s, k[:20]),
+    "tree": lambda s, _: wire.Explain(1, s),
     "why_miss": lambda s, k: wire.WhyMiss(1, s, k),
     "route_hint": lambda s, k: wire.RouteHint(1, s, k),
 }

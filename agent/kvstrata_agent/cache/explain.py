@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kvstrata_agent.cache.prefix_tree import BLOCKS_MAX, prefix_tree
 from kvstrata_agent.cache.why_miss import event_row, said_of, why_miss
 from kvstrata_agent.codec.base import LOSSY
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.routing import MediumSpeed, NodeScore, rank
 from kvstrata_api.blocks import ScopeId
+from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
     from kvstrata_agent.cache.why_miss import Asked
+    from kvstrata_api.trust import Access
     from kvstrata_metadata.store.records import Location
 
 ABSENT: dict[str, Any] = {"state": "absent"}
@@ -125,6 +129,16 @@ class Explainer:
             "last_choice": self._last_choice(digest),
             "history": history,
         }
+
+    def tree(self, access: Access, tenant: str) -> dict[str, Any]:
+        """The tenant's prefixes in a scope: of a shared one, what is on its own account alone."""
+        blocks = self._node.index.blocks(access.scope)
+        newest = islice(reversed(blocks.in_use.values()), BLOCKS_MAX)
+        own = [e for e in newest if access.kind is ScopeKind.TENANT or e.tenant == tenant]
+        runs, left_out = prefix_tree(own, tenant, self._node.clock(), self._node.best_copy)
+        looked_at = {"blocks": len(own), "blocks_in_all": len(blocks)} if access.kind is ScopeKind.TENANT else {}
+        named = {"tiers": [t.name for t in self._node.tiers], **looked_at}
+        return {**named, "runs": list(map(asdict, runs)), "runs_left_out": left_out}
 
     def miss(self, asked: Asked) -> dict[str, Any]:
         """Why a chain is not found as a whole; see `why_miss`."""

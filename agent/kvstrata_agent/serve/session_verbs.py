@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.cache.explain import ABSENT
 from kvstrata_agent.policy.attention import Attention
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES
@@ -115,9 +116,11 @@ class SessionVerbs:
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats(at.tenant)))
 
     def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:
-        if bool(request.session) == bool(request.digest):
-            raise InvalidInputError("explain: exactly one of digest and session wanted")
-        if request.session:
+        if bool(request.session) + bool(request.digest) > 1 or not (request.session or request.digest or request.scope):
+            raise InvalidInputError("explain: exactly one of digest, session and a scope alone wanted")
+        if not (request.session or request.digest):
+            explained = self._tree(at, request.scope)
+        elif request.session:
             explained = self._cache.explainer.session(self._cache.life.find(at.tenant, at.own_secret, request.session))
         elif len(request.digest) != KEY_BYTES:
             raise InvalidInputError(f"digest of {len(request.digest)} B, {KEY_BYTES} wanted")
@@ -130,6 +133,13 @@ class SessionVerbs:
                 self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
             explained = self._cache.explainer.block(right.access.scope if right else None, request.digest)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(explained))
+
+    def _tree(self, at: Attachment, scope: str) -> dict[str, Any]:
+        right = at.readable(scope)
+        if right is None:
+            self._attaching.audit.refused_scope(at.caller, scope, "explain", 1)
+            return ABSENT
+        return self._cache.explainer.tree(right.access, at.tenant)
 
 
 def _attention_of(request: wire.OpenSession) -> Attention:

@@ -16,7 +16,7 @@ from kvstrata_api.errors import AgentAwayError, InvalidInputError, UnsupportedEr
 from kvstrata_api.wire import KEYS_MAX, Request, RouteHint, WhyMiss
 from kvstrata_client.client import Client
 from kvstrata_client.commands import table
-from kvstrata_client.target import NO_TOKEN, Target
+from kvstrata_client.target import NO_TOKEN, Target, pool_layout
 from kvstrata_client.verbs.results import Scope
 
 WAIT_S = 5.0
@@ -31,7 +31,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     what = explain.add_mutually_exclusive_group(required=True)
     what.add_argument("--session", default="", help="a session of the token's tenant")
     what.add_argument("--digest", default="", help="a block's digest in hex; needs --scope")
-    explain.add_argument("--scope", default="", help="scope of the digest; default: the one new blocks go to")
+    what.add_argument(
+        "--tree", action="store_true", help="what the tenant has in the scope, as runs of blocks that branch"
+    )
+    explain.add_argument("--scope", default="", help="of the digest or the tree; default: the one new blocks go to")
     explain.set_defaults(run=_explain)
     session = commands.add_parser(
         "session",
@@ -105,14 +108,12 @@ def _attach(given: argparse.Namespace) -> Client:
 
 
 def _layout(given: argparse.Namespace) -> Layout:
-    """Layout from a file, or one that only fits the pool's `compatibility`: enough to be let in."""
+    """Layout from a file, or one that only fits the pool."""
     if given.layout is not None:
         return _read_layout(given.layout)
     if not (given.model and given.revision):
         raise InvalidInputError("--layout FILE, or --model and --revision as in the pool, are missing")
-    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    element_bytes = sizes.get(given.dtype, 1)
-    return Layout(given.model, given.revision, given.dtype, given.block_tokens, 1, 1, 1, element_bytes)
+    return pool_layout(given.model, given.revision, given.dtype, given.block_tokens)
 
 
 def _read_layout(path: Path) -> Layout:
@@ -131,7 +132,8 @@ def _stats(given: argparse.Namespace) -> int:
 def _explain(given: argparse.Namespace) -> int:
     with _attach(given) as client:
         key = _key(client, given) if given.digest else None
-        _print(json.loads(client.explain(key=key, session=given.session)))
+        scope = _scope(client, given).id if given.tree else ""
+        _print(json.loads(client.explain(key=key, session=given.session, scope=scope)))
     return 0
 
 
@@ -172,13 +174,18 @@ def _counted(blocks: dict[str, int]) -> str:
     return ", ".join(f"{count} {place or 'on the way'}" for place, count in ordered) or "-"
 
 
-def _key(client: Client, given: argparse.Namespace) -> BlockKey:
+def _scope(client: Client, given: argparse.Namespace) -> Scope:
     grants = client.grants
     assert grants is not None, "an attached client has grants"
     scopes: dict[str, Scope] = {str(s.id): s for s in grants.scopes}
     scope = scopes.get(given.scope or str(grants.write_scope))
     if scope is None:
         raise InvalidInputError(f"--scope {given.scope}: granted are {', '.join(sorted(scopes))}")
+    return scope
+
+
+def _key(client: Client, given: argparse.Namespace) -> BlockKey:
+    scope = _scope(client, given)
     try:
         return BlockKey(scope.id, bytes.fromhex(given.digest))
     except (ValueError, AssertionError) as e:

@@ -9,15 +9,16 @@ from kvstrata_api import entry
 COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
     "up": ("an agent on this machine, without Kubernetes or Redis", entry.up),
     "replay": ("what recorded requests would find in caches of given sizes", entry.replay),
+    "ui": ("a page with the dashboards and a map of the fleet, from Prometheus", entry.ui),
 }
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add them; their options are the agent's (`parse_known_args` leaves them over)."""
+    """Add them; their options are their own (`parse_known_args` leaves them over)."""
     for name, (said, _) in COMMANDS.items():
         commands.add_parser(name, add_help=False, help=said).set_defaults(run=_run)
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Run one. Exits with what to install where the agent is not."""
+    """Run one. Exits with what to install where its package lacks something."""
     return COMMANDS[given.command][1](given.rest)

@@ -1,5 +1,6 @@
 """What a first run tells, and how it ends when something is missing."""
 
+import io
 import time
 from collections.abc import Callable
 
@@ -58,3 +59,24 @@ def test_nothing_to_do_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_digest_covers_what_is_installed() -> None:
     assert all((setup.ROOT / name).is_file() for name in setup.SOURCES)
     assert setup.digest() == setup.digest()
+
+
+def test_a_browser_that_cannot_be_installed_is_said_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+
+    setup.install_browser(io.StringIO())
+
+    assert "without chromium, tests of the page are skipped: programs are missing" in capsys.readouterr().err
+
+
+def test_only_tests_need_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("controlplane.assets.missing_tools", lambda _: [])
+
+    def steps(tools: dict[str, int]) -> list[str]:
+        return [step.name for chain in setup.chains(tools, io.StringIO()) for step in chain]
+
+    assert "chromium" in steps(setup.TESTS)
+    assert "chromium" not in steps(setup.DEMO)

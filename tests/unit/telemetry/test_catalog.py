@@ -247,7 +247,7 @@ def test_the_json_has_what_grafana_needs(board: Board) -> None:
 
     assert (made["schemaVersion"], made["uid"]) == (41, board.uid)
     assert made["templating"]["list"][0]["type"] == "datasource"
-    assert list(defaults_of(made)) == list(board.variables)
+    assert list(defaults_of(made)) == ["datasource", *board.variables]
     ids = [panel["id"] for panel in made["panels"]]
     assert len(ids) == len(set(ids))
     assert len(list(panel_queries(made))) == sum(len(p.queries) for row in board.rows for p in row.panels)

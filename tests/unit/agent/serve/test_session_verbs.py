@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_api.errors import ForbiddenError
+from kvstrata_api.errors import ForbiddenError, InvalidInputError
 from kvstrata_metadata.store.records import SessionRecord
 from support.agent.doubles import SCOPE, digest
 from support.agent.engine import SLOTS, Engine, close, steps_until
@@ -187,3 +187,17 @@ async def test_a_tenant_of_the_same_name_does_not_find_the_sessions_of_the_one_b
 
     assert engine.core.cache.life.find("a", engine.at.own_secret, "chat") is not None
     assert engine.core.cache.life.find("a", again, "chat") is None
+
+
+async def test_a_scope_alone_is_explained_as_the_tree_of_what_the_tenant_has_there(engine: Engine) -> None:
+    await engine.ask(wire.OpenSession(1, "s"))
+    await engine.store(1, 2, 3, session="s")
+
+    (run,) = json.loads((await engine.ask(wire.Explain(1, SCOPE))).json)["runs"]
+    assert (run["parent"], run["blocks"], run["tiers"], run["sessions"]) == (-1, 3, {"dram": 3}, ["s"])
+    assert digest(3).hex() not in json.dumps(run)
+    foreign = await engine.ask(wire.Explain(1, "tenant/nobody/u/v1"))
+    assert json.loads(foreign.json) == {"state": "absent"}
+    for wrong in (wire.Explain(1), wire.Explain(1, SCOPE, digest(1), "s")):
+        with pytest.raises(InvalidInputError, match="exactly one"):
+            await engine.ask(wrong)
