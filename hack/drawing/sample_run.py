@@ -126,10 +126,10 @@ class Work:
             for session in range(sessions):
                 client.open_session(f"s{session}")
                 PrefixCache(client).store(_tokens(session), self._data, session=f"s{session}")
-            for _ in range(rounds):
+            for number in range(rounds):
                 for session in range(sessions):
                     _turn(client, session)
-                self._others()
+                self._others(2 * number % sessions)
         self._world.join_domain()
         self._share(sessions)
         self._hand_over(sessions + 1)
@@ -144,10 +144,10 @@ class Work:
             for place, blocks in client.counters.loaded_blocks.items():
                 self.loaded_tokens[tenant, place] += blocks * LAYOUT.block_tokens
 
-    def _others(self) -> None:
+    def _others(self, first: int) -> None:
         """The same tenant on the other node, another tenant with equal prompts, and a stranger."""
         with self._engine("alpha", NODES[1]) as client:
-            for session in range(2):
+            for session in (first, first + 1):
                 _turn(client, session)
         with self._engine("beta", NODES[0]) as client:
             _turn(client, 0)

@@ -52,7 +52,7 @@ export function graph(panel, answer, body, scene) {
     series: [{}, ...series],
     scales: { x: { time: true, range: () => [answer.start_s, answer.end_s] }, y: { range: (_, low, high) => yRange(low, high, min, max, unit) } },
     axes: [
-      { ...axis, size: 22, space: 48, values: (_, seconds) => seconds.map((s) => clock(s, seconds[1] - seconds[0] < 60)) },
+      { ...axis, size: 22, space: 66, values: (_, seconds) => seconds.map((s) => clock(s, seconds[1] - seconds[0] < 60)) },
       { ...axis, size: AXIS_PX, splits: (_, __, low, high) => ticks(low, high, unit), values: (_, marks) => marks.map((v) => text(v, unit)) },
     ],
     cursor: { sync: { key: "kvstrata" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 }, focus: { prox: 24 } },
