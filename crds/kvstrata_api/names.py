@@ -82,6 +82,9 @@ REDIS_MEMORY_VARIABLE: Final = "KVSTRATA_MAXMEMORY"
 AGENT_CONTAINER: Final = "agent"
 """Container of the template that gets the directories and the memory of a pool's tiers."""
 
+FOLDERS_CONTAINER: Final = "folders"
+"""Init container of the template that gives folders which the kubelet has made to the agent's user."""
+
 LABEL_CHARS_MAX: Final = 63
 """RFC 1123 labels and label values."""
 

@@ -112,6 +112,7 @@ def _hindrances(
         is_paused=spec.paused,
         failure=failures.get(pool.key, ""),
         agents_fault=agents.fault,
+        agents_remark=agents.remark,
         outdated_nodes=len(agents.rollout.outdated),
         stuck_node=agents.rollout.stuck,
         rolls_by_itself=spec.update_strategy.type == "RollingUpdate",

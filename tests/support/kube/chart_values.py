@@ -40,6 +40,7 @@ EVERYTHING = {
         "extraArgs": ["--resync-s=30"],
     },
 }
+QUICKSTART: Object = yaml.safe_load((CHART / "values-quickstart.yaml").read_text())
 CASES: dict[str, Object] = {
     "defaults": {},
     "everything": EVERYTHING,
@@ -60,6 +61,7 @@ CASES: dict[str, Object] = {
         },
         "networkPolicy": {"enabled": True},
     },
+    "quickstart": QUICKSTART,
     "no crds": {"crds": {"install": False}, "userRoles": {"create": False}, "podDisruptionBudget": {"enabled": False}},
 }
 WORKLOADS = ("Deployment", "StatefulSet")
@@ -75,6 +77,11 @@ def render(values: Object) -> list[Object]:
     done = helm("template", "kvstrata", str(CHART), "--namespace", NAMESPACE, values=values)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def foreign(objects: list[Object]) -> list[Object]:
+    """Return those of kinds that somebody else defines: ours are there once the chart is."""
+    return [o for o in objects if not o["apiVersion"].startswith("kvstrata.io/")]
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:

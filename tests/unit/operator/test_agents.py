@@ -156,6 +156,29 @@ def test_a_pod_that_cannot_be_placed_is_told_with_the_scheduler_s_words() -> Non
     assert "Insufficient hugepages-2Mi" in told["Provisioned"]
 
 
+def test_a_folder_that_cannot_be_given_is_told_with_its_node_in_the_words_of_what_gives_it() -> None:
+    cluster = running(2)
+    ended = {"terminated": {"reason": "Error", "message": "/a is user 65532's now\nfolder /b belongs to user 7\n"}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+    cluster.pods()["n1"]["status"]["initContainerStatuses"] = [{"state": waiting, "lastState": ended}]
+    cluster.fleet.step()
+
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    assert "1 of 2 nodes; n1" in told["Provisioned"]
+    assert told["Provisioned"].endswith("CrashLoopBackOff: folder /b belongs to user 7")
+
+
+@pytest.mark.parametrize(
+    ("image", "is_told"), [("host:5000/agent:1", True), ("host:5000/agent@sha256:1", False)], ids=["tag", "digest"]
+)
+def test_an_image_without_digest_runs_and_is_told(image: str, *, is_told: bool) -> None:
+    cluster = running(1, text=template(image))
+
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    assert status(cluster, "Provisioned") == ("True", "Provisioned")
+    assert (f"agents run {image}, which names no digest" in told["Provisioned"]) == is_told
+
+
 def test_an_upgrade_drains_a_node_then_replaces_its_pod_one_node_after_the_other() -> None:
     cluster = running(3)
     cluster.install(template("agent@sha256:2"))

@@ -126,6 +126,11 @@ class Agents:
         """Name what the pods should be; empty where others run them."""
         return self.workload.pods.revision if self.workload else ""
 
+    @property
+    def remark(self) -> str:
+        """What an administrator should know of them although all is well."""
+        return self.workload.pods.remark if self.workload else ""
+
 
 def agents_of(view: View, pool: Declared[KVPool], members: Members, setting: Setting, now: datetime) -> Agents:
     """Judge an accepted pool: of its nodes those alone that do not serve from the pod that they should have."""

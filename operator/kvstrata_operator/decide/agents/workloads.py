@@ -54,6 +54,9 @@ _MEMORY: Final = "memory"
 _HUGEPAGES: Final = "hugepages"
 """Volume of the template that is a hugetlbfs of the host."""
 
+_FOLDER_MODE: Final = "0750"
+"""Of a tier's folder that is made: the agent's user alone writes there."""
+
 HISTORY: Final = 10
 """ControllerRevisions that Kubernetes keeps of a DaemonSet; its own default, written so that it stays."""
 
@@ -79,13 +82,15 @@ class AgentPods:
     room: Room
     keeps_memory: bool
     """True when blocks in memory outlive a pod, so that nothing need be moved before it is replaced."""
+    remark: str = ""
+    """What an administrator should know of them although all is well."""
 
 
 def agent_pods(pool: KVPool, tiers: Sequence[NodeTier], text: str, where: Whereabouts) -> AgentPods:
     """Fill in the template. `InvalidInputError` states what is wrong with it."""
     template = _parse(text.replace(POOL_PLACE, pool.metadata.name))
     spec, agent = template["spec"], _agent(template)
-    _mount(spec, agent, _paths(tiers))
+    _mount(spec, agent, _folders(spec), tiers)
     agent["resources"] = _resources(agent.get("resources") or {}, tiers)
     spec["tolerations"] = [*spec.get("tolerations", ()), *(t.to_json() for t in pool.spec.tolerations)]
     spec["affinity"] = {**spec.get("affinity", {}), **_node_affinity(pool.spec.node_selector, where)}
@@ -96,7 +101,8 @@ def agent_pods(pool: KVPool, tiers: Sequence[NodeTier], text: str, where: Wherea
     meta["labels"] = labels
     revision = digest([meta, {key: part for key, part in spec.items() if key not in _WHERE}])
     meta["labels"] = labels | {names.LABEL_REVISION: revision}
-    return AgentPods(template, revision, room_of(spec["volumes"], spec["containers"]), _keeps_memory(agent, tiers))
+    room = room_of(spec["volumes"], spec["containers"])
+    return AgentPods(template, revision, room, _keeps_memory(agent, tiers), _remark(agent))
 
 
 def _parse(text: str) -> Json:
@@ -118,20 +124,42 @@ def _agent(template: Json) -> Json:
     raise InvalidInputError(f"{names.AGENT_TEMPLATE_ENTRY} has no container {names.AGENT_CONTAINER}")
 
 
+def _remark(agent: Json) -> str:
+    image = str(agent.get("image", ""))
+    if "@" in image:
+        return ""
+    return f"agents run {image}, which names no digest: nodes can run different images"
+
+
 def _paths(tiers: Iterable[NodeTier]) -> list[PurePosixPath]:
     """Directories of the host that tiers name, without those that lie in another one; sorted."""
     found = sorted({normal(one.path) for tier in tiers for one in directories_of(tier)})
     return [path for path in found if not any(parent in found for parent in path.parents)]
 
 
-def _mount(spec: Json, agent: Json, paths: Iterable[PurePosixPath]) -> None:
-    """Mount each path where the agent expects it, unless a directory of the template holds it there."""
+def _folders(spec: Json) -> Json | None:
+    """Container that gives folders to the agent's user before it starts; None where an administrator makes them."""
+    return next((c for c in spec.get("initContainers", ()) if c.get("name") == names.FOLDERS_CONTAINER), None)
+
+
+def _mount(spec: Json, agent: Json, folders: Json | None, tiers: Sequence[NodeTier]) -> None:
+    """Mount each path where the agent expects it, unless a directory of the template holds it there.
+
+    Where folders may be made they are, but for shared flash: a folder in place of a mount that is absent would hide it.
+    """
+    shared = _paths(tier for tier in tiers if tier.type == TierType.REMOTE_FLASH)
     volumes, mounts = spec.setdefault("volumes", []), agent.setdefault("volumeMounts", [])
     hosts = {volume["name"]: volume["hostPath"]["path"] for volume in volumes if "hostPath" in volume}
     held = {PurePosixPath(m["mountPath"]) for m in mounts if hosts.get(m["name"]) == m["mountPath"]}
-    for number, path in enumerate(p for p in paths if p not in held and not held.intersection(p.parents)):
-        volumes.append({"name": f"tier-{number}", "hostPath": {"path": str(path), "type": "Directory"}})
-        mounts.append({"name": f"tier-{number}", "mountPath": str(path)})
+    for number, path in enumerate(p for p in _paths(tiers) if p not in held and not held.intersection(p.parents)):
+        made_by = None if path in shared else folders
+        type_ = "Directory" if made_by is None else "DirectoryOrCreate"
+        volumes.append({"name": f"tier-{number}", "hostPath": {"path": str(path), "type": type_}})
+        mount = {"name": f"tier-{number}", "mountPath": str(path)}
+        mounts.append(mount)
+        if made_by is not None:
+            made_by.setdefault("volumeMounts", []).append(mount)
+            made_by.setdefault("args", []).append(f"{path}={_FOLDER_MODE}")
 
 
 def _resources(given: Mapping[str, Any], tiers: Iterable[NodeTier]) -> Json:
