@@ -114,3 +114,34 @@ def test_a_folder_that_is_somebody_s_is_named_with_its_node_and_left_alone(quick
     assert quick.cluster.run("node-2", "stat", "-c", "%u", "/var/lib/kvstrata/taken").strip() == "1000"
     quick.kubectl("delete", "kvpool", "taken", "--timeout=120s")
     quick.cluster.run("node-2", "rm", "-rf", "/var/lib/kvstrata/taken")
+
+
+def test_huge_pages_that_no_kubelet_offers_are_memory_instead(quick: Fleet) -> None:
+    spec = quick.get("kvpool", "demo")["spec"]
+    dram = {**spec["tiers"][0], "capacityPerNode": "1Gi", "hostDRAM": {"pageSize": "2Mi"}}
+    pages = {
+        "apiVersion": "kvstrata.io/v1alpha1",
+        "kind": "KVPool",
+        "metadata": {"name": "pages"},
+        "spec": {**spec, "tiers": [dram]},
+    }
+    quick.kubectl("apply", "-f", "-", stdin=json.dumps(pages))
+    began_s = time.monotonic()
+    quick.kubectl("wait", "--for=condition=Ready", "kvpool/pages", f"--timeout={READY_S:.0f}s")
+    quick.say(
+        f"# a pool that wants 1Gi of hugepages-2Mi on nodes with less: Ready after {time.monotonic() - began_s:.1f} s"
+    )
+    told = quick.kubectl(
+        "get", "kvpool", "pages", "-o", "jsonpath={.status.conditions[?(@.type=='Provisioned')].message}"
+    )
+    quick.kubectl("get", "daemonsets", "-n", SYSTEM)
+
+    assert "2 of 2 nodes have pages of 4Ki in place of huge ones; node-1: its kubelet offers" in told
+    for node in quick.cluster.nodes:
+        tier = next(t for t in quick.get("kvpoolnode", f"pages.{node.name}")["status"]["tiers"] if t["name"] == "dram")
+        assert tier["medium"].endswith("-4Ki")
+        reasons = {
+            c["type"]: c["reason"] for c in quick.get("kvpoolnode", f"pages.{node.name}")["status"]["conditions"]
+        }
+        assert reasons["HugepagesReserved"] == "NotReserved"
+    quick.kubectl("delete", "kvpool", "pages", "--timeout=120s")

@@ -122,6 +122,7 @@ def parse_agent_pod(raw: bytes) -> AgentPodSeen:
         ready_since=ready.last_transition_time,
         trouble=_trouble(seen.status, conditions.get("PodScheduled")),
         room=_room(seen.spec),
+        has_small_pages=names.LABEL_PAGES in meta.labels,
     )
 
 

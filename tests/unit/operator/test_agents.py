@@ -337,6 +337,123 @@ def test_without_a_template_by_name_others_run_agents() -> None:
     assert names.pool_node_name("p", "n0") in cluster.fleet.of(kinds.POOL_NODE)
 
 
+def offered(pages: str | None) -> Any:
+    """Status of a Node whose kubelet offers so much of hugepages-2Mi, or has not reported."""
+    return {} if pages is None else {"allocatable": {"cpu": "4", "hugepages-2Mi": pages}}
+
+
+def lacks(node: Any) -> bool:
+    return bool(node.get("status", {}).get("allocatable", {}).get("hugepages-2Mi") == "0")
+
+
+HUGE = [tier(size="1Gi", hostDRAM={"pageSize": "2Mi"})]
+
+
+def mixed(*pages: str | None) -> Cluster:
+    """A pool of 1Gi in huge pages on nodes that offer so many."""
+    cluster = Cluster()
+    cluster.install(template())
+    cluster.fleet.pool(spec=pool_spec(HUGE))
+    for number, has in enumerate(pages):
+        cluster.fleet.node(f"n{number}", pages=has)
+    cluster.turn(4)
+    return cluster
+
+
+def terms(cluster: Cluster, name: str) -> Any:
+    made = cluster.fleet.of(kinds.DAEMON_SET)[name]["spec"]["template"]["spec"]["affinity"]
+    return made["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+
+
+def message(cluster: Cluster, type_: str) -> str:
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    return str(told[type_])
+
+
+BASE, SMALL = "kvstrata-agent-p", "kvstrata-agent4ki-p"
+
+
+def test_a_node_that_lacks_huge_pages_gets_memory_instead_and_that_is_told() -> None:
+    cluster = mixed("2Gi", "512Mi", "1Gi", None)
+
+    assert status(cluster, "Ready") == ("True", "AllNodesReady")
+    assert cluster.pods_by(BASE).keys() == {"n0", "n2", "n3"}
+    (pod,) = cluster.pods_by(SMALL).values()
+    (huge,) = {json.dumps(p["spec"]["containers"][0]["resources"]) for p in cluster.pods_by(BASE).values()}
+    assert json.loads(huge)["limits"] == {"memory": "2Gi", "hugepages-2Mi": "1Gi"}
+    assert pod["spec"]["nodeName"] == "n1"
+    assert pod["spec"]["containers"][0]["resources"] == {
+        "requests": {"cpu": "1", "memory": "2Gi"},
+        "limits": {"memory": "3Gi"},
+    }
+    assert "1 of 4 nodes have pages of 4Ki in place of huge ones; n1: its kubelet offers 512Mi of" in message(
+        cluster, "Provisioned"
+    )
+    assert cluster.fleet.orders() == ()
+
+
+def test_of_two_daemon_sets_the_one_with_fewer_nodes_names_them() -> None:
+    few, many, all_of_them = mixed("2Gi", "2Gi", "0"), mixed("2Gi", "0", "0"), mixed("0", "0")
+
+    assert terms(few, SMALL) == [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n2"]}]}]
+    assert "matchExpressions" in terms(few, BASE)[0]
+    assert terms(many, BASE) == [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n0"]}]}]
+    assert [e["operator"] for e in terms(many, SMALL)[0]["matchFields"]] == ["NotIn"]
+    assert all_of_them.fleet.of(kinds.DAEMON_SET).keys() == {SMALL}
+    assert "matchFields" not in terms(all_of_them, SMALL)[0]
+    assert status(all_of_them, "Ready")[0] == "True"
+
+
+def test_a_node_that_gets_its_pages_is_drained_and_has_them_then() -> None:
+    cluster = mixed("2Gi", "0")
+    before = cluster.pods()["n1"]["metadata"]["uid"]
+    cluster.fleet.put(kinds.NODE, "n1", status=offered("2Gi"))
+    cluster.fleet.step()
+
+    assert cluster.fleet.of(kinds.POOL_NODE)["p.n1"]["spec"]["drain"]["requested"]
+    cluster._make_pods()
+    assert cluster.pods()["n1"]["metadata"]["uid"] == before
+    assert "deletionTimestamp" not in cluster.pods()["n1"]["metadata"]
+    cluster.turn(6)
+    assert cluster.pods_by(BASE).keys() == {"n0", "n1"}
+    assert cluster.fleet.of(kinds.DAEMON_SET).keys() == {BASE}
+    assert status(cluster, "Ready")[0] == "True"
+    assert not cluster.ended
+
+
+def test_a_pod_that_waits_for_pages_that_never_come_is_replaced_at_once() -> None:
+    cluster = mixed(None, None)
+    cluster.broken.add(cluster.wanted())
+    cluster.fleet.delete(Ref(kinds.POD, cluster.pods()["n1"]["metadata"]["name"], NAMESPACE))
+    cluster.fleet.fall_silent("p.n1")
+    cluster.turn(1)
+    cluster.fleet.put(kinds.NODE, "n1", status=offered("0"))
+    cluster.turn(3)
+
+    assert cluster.pods_by(SMALL).keys() == {"n1"}
+
+
+def test_what_older_pools_take_of_a_node_s_pages_is_not_there_for_younger_ones() -> None:
+    cluster = mixed("1Gi")
+    cluster.fleet.pass_time(10)
+    cluster.fleet.pool("q", pool_spec(HUGE))
+    cluster.turn(3)
+
+    sets = cluster.fleet.of(kinds.DAEMON_SET)
+    assert sets.keys() == {BASE, "kvstrata-agent4ki-q"}
+    assert "1 of 1 nodes have pages of 4Ki" in str(cluster.fleet.of(kinds.POOL)["q"]["status"]["conditions"])
+    assert "pages of 4Ki" not in message(cluster, "Provisioned")
+
+
+def test_a_pool_that_goes_takes_both_its_daemon_sets_along() -> None:
+    cluster = mixed("2Gi", "0")
+    cluster.fleet.delete(POOL)
+    cluster.turn(8)
+
+    assert cluster.fleet.of(kinds.DAEMON_SET) == {}
+    assert POOL not in cluster.fleet.objects
+
+
 class Rolls(RuleBasedStateMachine):
     """Upgrades, node failures, pauses and broken images in any order."""
 
@@ -348,7 +465,7 @@ class Rolls(RuleBasedStateMachine):
 
     def _spec(self, **more: Any) -> Any:
         strategy = {"maxUnavailable": self.most, "progressDeadlineSeconds": 60, "drain": {"timeoutSeconds": 20}}
-        return pool_spec([tier(hostDRAM={"pageSize": "4Ki"})], updateStrategy=strategy, **more)
+        return pool_spec([tier(size="1Gi", hostDRAM={"pageSize": "2Mi"})], updateStrategy=strategy, **more)
 
     @rule()
     def upgrade(self) -> None:
@@ -370,6 +487,11 @@ class Rolls(RuleBasedStateMachine):
     @rule(n=st.integers(0, 4))
     def find(self, n: int) -> None:
         self.cluster.come_back(f"n{n}")
+
+    @rule(n=st.integers(0, 4), pages=st.sampled_from([None, "0", "2Gi"]))
+    def huge_pages_come_and_go(self, n: int, pages: str | None) -> None:
+        if f"n{n}" in self.cluster.fleet.of(kinds.NODE):
+            self.cluster.fleet.put(kinds.NODE, f"n{n}", status=offered(pages))
 
     @rule(paused=st.booleans())
     def pause(self, *, paused: bool) -> None:
@@ -396,9 +518,29 @@ class Rolls(RuleBasedStateMachine):
 
     @invariant()
     @precondition(lambda self: hasattr(self, "cluster"))
+    def no_daemon_set_ends_an_agent_that_serves(self) -> None:
+        assert not self.cluster.ended
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "cluster"))
     def statuses_can_always_be_told(self) -> None:
         counts = self.cluster.fleet.of(kinds.POOL)["p"]["status"]["nodes"]
         assert counts["updated"] <= counts["matched"]
+
+    def _is_as_wanted(self) -> bool:
+        """Every node has one pod, of the DaemonSet for its huge pages and as that says now."""
+        nodes = self.cluster.fleet.of(kinds.NODE)
+        small = {n for n, body in nodes.items() if lacks(body)}
+        held = set[str]()
+        for name, made in self.cluster.fleet.of(kinds.DAEMON_SET).items():
+            pods = self.cluster.pods_by(name)
+            labels = made["spec"]["template"]["metadata"]["labels"]
+            if pods.keys() - (small if names.LABEL_PAGES in labels else nodes.keys() - small):
+                return False
+            if any(p["metadata"]["labels"] != labels for p in pods.values()):
+                return False
+            held |= pods.keys()
+        return held == nodes.keys()
 
     def teardown(self) -> None:
         """Once pods can start, everything ends at what is wanted."""
@@ -411,12 +553,9 @@ class Rolls(RuleBasedStateMachine):
             self.cluster.act()
             self._step()
             self.cluster.fleet.pass_time(5)
-            if (
-                set(self.cluster.revisions().values()) == {self.cluster.wanted()}
-                and status(self.cluster, "Ready")[0] == "True"
-            ):
+            if self._is_as_wanted() and status(self.cluster, "Ready")[0] == "True":
                 break
-        assert set(self.cluster.revisions().values()) == {self.cluster.wanted()}
+        assert self._is_as_wanted()
         assert status(self.cluster, "Ready")[0] == "True", json.dumps(self.cluster.fleet.objects[POOL]["status"])
 
 

@@ -5,7 +5,7 @@ verdicts, pods and KVPoolNodes that are in it and not on the order in which they
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
@@ -320,6 +320,37 @@ def is_serving(pod: AgentPodSeen | None, node: PoolNodeSeen | None, *, is_alive:
 def memory_bytes(tiers: Iterable[NodeTier]) -> int:
     """Sum of the tiers that take the node's own memory."""
     return sum(t.capacity_bytes for t in tiers if takes_node_memory(t.type, t.cxl.mode if t.cxl else ""))
+
+
+def pages_bytes(tiers: Iterable[NodeTier]) -> Counter[str]:
+    """Huge pages that tiers take, by the name of the resource."""
+    taken = Counter[str]()
+    for tier in tiers:
+        if (name := page_resource(tier)) is not None:
+            taken[name] += tier.capacity_bytes
+    return taken
+
+
+def page_resource(tier: NodeTier) -> str | None:
+    """Name the resource of a node that a tier's huge pages are; None of a tier that has none."""
+    if tier.host_dram is None or tier.host_dram.page_size == "4Ki":
+        return None
+    return f"hugepages-{tier.host_dram.page_size}"
+
+
+def pages_lacking(wanted: Mapping[str, int], offered: Mapping[str, int] | None, before: Mapping[str, int]) -> str:
+    """Say what a node lacks of the huge pages that are wanted, `before` being what older pools take; empty for nothing.
+
+    A node whose kubelet has not reported lacks nothing: an agent there waits for it.
+    """
+    if offered is None:
+        return ""
+    for name, wanted_bytes in sorted(wanted.items()):
+        left_bytes = max(0, offered.get(name, 0) - before.get(name, 0))
+        if left_bytes < wanted_bytes:
+            left, wants = units.format_rounded(left_bytes), units.format_rounded(wanted_bytes)
+            return f"its kubelet offers {left} of {name}, {wants} wanted"
+    return ""
 
 
 def _find(verdicts: Iterable[tuple[str, _Wrong]]) -> Finding:
