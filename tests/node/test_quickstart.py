@@ -145,3 +145,26 @@ def test_huge_pages_that_no_kubelet_offers_are_memory_instead(quick: Fleet) -> N
         }
         assert reasons["HugepagesReserved"] == "NotReserved"
     quick.kubectl("delete", "kvpool", "pages", "--timeout=120s")
+
+
+def test_a_folder_that_is_never_made_is_named_with_its_node(quick: Fleet) -> None:
+    spec = quick.get("kvpool", "demo")["spec"]
+    flash = {"name": "flash", "type": "RemoteFlash", "capacity": "1Gi", "remoteFlash": {"path": "/mnt/flash/absent"}}
+    absent = {
+        "apiVersion": "kvstrata.io/v1alpha1",
+        "kind": "KVPool",
+        "metadata": {"name": "absent"},
+        "spec": {**spec, "tiers": [spec["tiers"][0], flash]},
+    }
+    quick.kubectl("apply", "-f", "-", stdin=json.dumps(absent))
+
+    def words() -> str:
+        conditions = quick.get("kvpool", "absent")["status"].get("conditions", ())
+        return next((c["message"] for c in conditions if c["type"] == "Provisioned"), "")
+
+    quick.until("the pool names node and folder", lambda: "one of /mnt/flash/absent is missing there" in words())
+    quick.say(f"# {words()}")
+    assert words().startswith("2 of 2 nodes; node-1: ")
+    for node in quick.cluster.nodes:
+        assert quick.cluster.run(node.name, "find", "/mnt", "-name", "absent") == ""
+    quick.kubectl("delete", "kvpool", "absent", "--timeout=120s")

@@ -108,6 +108,7 @@ def parse_agent_pod(raw: bytes) -> AgentPodSeen:
     """Read a pod of a pool's DaemonSet."""
     seen = msgspec.json.decode(raw, type=_Pod)
     meta, conditions = seen.metadata, {c.type: c for c in seen.status.conditions}
+    unstarted_since = _unstarted_since(conditions, meta.creation_timestamp)
     ready = conditions.get("Ready", _Condition("Ready"))
     return AgentPodSeen(
         key=meta.name,
@@ -123,7 +124,22 @@ def parse_agent_pod(raw: bytes) -> AgentPodSeen:
         trouble=_trouble(seen.status, conditions.get("PodScheduled")),
         room=_room(seen.spec),
         has_small_pages=names.LABEL_PAGES in meta.labels,
+        unstarted_since=unstarted_since,
+        awaited=_awaited(seen.spec.volumes) if unstarted_since else (),
     )
+
+
+def _unstarted_since(conditions: Mapping[str, _Condition], created: str) -> str:
+    """`PodReadyToStartContainers` is reported by kubelets from 1.29 on."""
+    scheduled, started = conditions.get("PodScheduled"), conditions.get("PodReadyToStartContainers")
+    if scheduled is None or scheduled.status != "True" or started is None or started.status != "False":
+        return ""
+    return started.last_transition_time or created
+
+
+def _awaited(volumes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    hosts = (volume["hostPath"] for volume in volumes if "hostPath" in volume)
+    return tuple(sorted(host["path"] for host in hosts if host.get("type") == "Directory"))
 
 
 def _room(spec: _PodSpec) -> Room:

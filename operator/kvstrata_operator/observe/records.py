@@ -316,3 +316,7 @@ class AgentPodSeen:
     room: Room
     has_small_pages: bool = False
     """True when it was made for a node that lacks its pool's huge pages."""
+    unstarted_since: str = ""
+    """Since when it has a node and no sandbox there, for want of a volume or of network, RFC 3339; empty otherwise."""
+    awaited: tuple[str, ...] = ()
+    """Folders of the host that have to be there before it gets one, sorted."""

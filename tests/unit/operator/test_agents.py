@@ -1,6 +1,7 @@
 """Laws of the agents' workloads: what a pod gets from its pool, and how agents are replaced."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata_api import names
 from kvstrata_operator.decide.plan.actions import Delete, Merge
+from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 from support.operator.fleet import GIB, condition, pool_node, pool_spec, tier
@@ -166,6 +168,28 @@ def test_a_folder_that_cannot_be_given_is_told_with_its_node_in_the_words_of_wha
     told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
     assert "1 of 2 nodes; n1" in told["Provisioned"]
     assert told["Provisioned"].endswith("CrashLoopBackOff: folder /b belongs to user 7")
+
+
+def test_a_pod_that_its_node_does_not_start_is_told_with_the_folders_that_it_waits_for() -> None:
+    cluster = running(2)
+    since = cluster.fleet.now.isoformat()
+    cluster.pods()["n1"]["status"]["conditions"] = [
+        {"type": "PodScheduled", "status": "True"},
+        {"type": "PodReadyToStartContainers", "status": "False", "lastTransitionTime": since},
+    ]
+    cluster.fleet.step()
+    assert status(cluster, "Provisioned")[0] == "True"
+    plan = plan_orders(*cluster.fleet.seen(), cluster.fleet.setting, cluster.fleet.now)
+    assert plan.wake_at == cluster.fleet.now + timedelta(seconds=20)
+    cluster.fleet.pass_time(20)
+    cluster.fleet.step()
+
+    assert status(cluster, "Provisioned") == ("False", "AgentsNotStarted")
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    assert "1 of 2 nodes; n1" in told["Provisioned"]
+    assert "one of /var/lib/kvstrata/p is missing there" in told["Provisioned"]
+    cluster.turn(2)
+    assert status(cluster, "Provisioned")[0] == "True"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ pods = st.builds(
     is_deleting=st.booleans(),
     is_ready=st.booleans(),
     trouble=st.sampled_from(["", "Unschedulable"]),
+    unstarted_since=st.sampled_from(["", TIMES[0]]),
 )
 
 
