@@ -20,6 +20,7 @@ from support.kube.chart_values import (
     CASES,
     CHART,
     EVERYTHING,
+    EXTRA,
     KEK_VOLUME,
     NAMESPACE,
     QUICKSTART,
@@ -285,6 +286,28 @@ def test_the_quickstart_s_objects_are_accepted_and_named_in_the_notes() -> None:
     for found in ours:
         assert not validate(found)
     assert "KVPool demo and KVTenant demo were made with the release" in done.stdout
+
+
+def test_every_part_takes_what_its_values_add() -> None:
+    objects = render(CASES["extras"])
+    found = {
+        o["metadata"]["name"]: o["spec"]["template"] for o in [*workloads(objects), *of_kind(objects, "DaemonSet")]
+    }
+    plain = {o["metadata"]["name"]: o["spec"]["template"] for o in workloads(render({}))}
+
+    assert found.keys() == {
+        "kvstrata-operator", "kvstrata-metadata", "kvstrata-redis", "kvstrata-agent-llama-70b", "kvstrata-node",
+    }  # fmt: skip
+    for name, pod in found.items():
+        (container,) = pod["spec"]["containers"]
+        assert EXTRA["podAnnotations"].items() <= pod["metadata"]["annotations"].items()
+        assert EXTRA["extraEnv"][0] in container["env"]
+        assert EXTRA["extraVolumes"][0] in pod["spec"]["volumes"]
+        assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
+        assert pod["spec"]["priorityClassName"] == "high"
+        if name == "kvstrata-redis":  # What is in its pods already restarts it, and nothing else does.
+            checksum = "checksum/config"
+            assert pod["metadata"]["annotations"][checksum] == plain[name]["metadata"]["annotations"][checksum]
 
 
 def test_crds_are_kept_when_the_release_goes_and_are_all_there() -> None:

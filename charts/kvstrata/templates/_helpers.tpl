@@ -88,6 +88,11 @@ affinity:
 {{- end }}
 {{- end }}
 
+{{/* What the values add to a container of a part: (list .Values.operator "extraEnv"). Nothing where they add nothing. */}}
+{{- define "kvstrata.extra" -}}
+{{- with index (index . 0) (index . 1) }}{{ toYaml . }}{{ end -}}
+{{- end }}
+
 {{/* Arguments that all processes take. */}}
 {{- define "kvstrata.commonArgs" -}}
 - --log-level={{ .Values.logLevel }}

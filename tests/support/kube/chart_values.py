@@ -17,6 +17,14 @@ NAMESPACE = "kvstrata-system"
 Object = dict[str, Any]
 
 KEK_VOLUME = {"csi": {"driver": "secrets-store.csi.k8s.io", "readOnly": True}}
+EXTRA: Object = {
+    "priorityClassName": "high",
+    "podAnnotations": {"example.org/team": "inference"},
+    "extraEnv": [{"name": "EXTRA", "value": "1"}],
+    "extraVolumes": [{"name": "extra", "configMap": {"name": "extra"}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra", "readOnly": True}],
+}
+"""What any part can be given beside its own."""
 EVERYTHING = {
     "namespace": {"create": True, "labels": {"pod-security.kubernetes.io/warn": "restricted"}},
     "metadata": {"replicas": 2},
@@ -62,6 +70,10 @@ CASES: dict[str, Object] = {
         "networkPolicy": {"enabled": True},
     },
     "quickstart": QUICKSTART,
+    "extras": {
+        **dict.fromkeys(("operator", "metadata", "agent", "redis"), EXTRA),
+        "nodePreparation": {"enabled": True, "image": {"digest": "sha256:" + "2" * 64}, **EXTRA},
+    },
     "no crds": {"crds": {"install": False}, "userRoles": {"create": False}, "podDisruptionBudget": {"enabled": False}},
 }
 WORKLOADS = ("Deployment", "StatefulSet")
