@@ -105,7 +105,7 @@ def test_a_folder_that_is_somebody_s_is_named_with_its_node_and_left_alone(quick
     quick.kubectl("apply", "-f", "-", stdin=json.dumps(taken))
 
     def is_told() -> bool:
-        conditions = quick.get("kvpool", "taken")["status"].get("conditions", ())
+        conditions = quick.get("kvpool", "taken").get("status", {}).get("conditions", ())
         words = next((c["message"] for c in conditions if c["type"] == "Provisioned"), "")
         return "node-2" in words and "folder /var/lib/kvstrata/taken belongs to user 1000" in words
 
@@ -159,7 +159,7 @@ def test_a_folder_that_is_never_made_is_named_with_its_node(quick: Fleet) -> Non
     quick.kubectl("apply", "-f", "-", stdin=json.dumps(absent))
 
     def words() -> str:
-        conditions = quick.get("kvpool", "absent")["status"].get("conditions", ())
+        conditions = quick.get("kvpool", "absent").get("status", {}).get("conditions", ())
         return next((c["message"] for c in conditions if c["type"] == "Provisioned"), "")
 
     quick.until("the pool names node and folder", lambda: "one of /mnt/flash/absent is missing there" in words())
