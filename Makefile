@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu hardware test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants soak test-gpu hardware test-guest test-node \
   images image-pins test-images bench requirements generate sbom licences clean
 
 help: ## Show this list
@@ -78,6 +78,9 @@ faults: setup ## Every invariant I1-I11 against faults, shortened
 
 threats: setup ## Every threat to isolation T1-T15, shortened (FULL=1: the counts of the table)
 	@PYTHONPATH=tests $(BIN)/python -m threats $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)
+
+hour: tools ## All that happens to a fleet in production, in minutes: what dashboards, alerts, traces and accounts say of it (JSON)
+	@PYTHONPATH=tests $(BIN)/python -m hour $(ARGS)
 
 adversity: setup ## Lie to the operator and kill it at every API call, shortened (FULL=1: the counts of the claims)
 	@PYTHONPATH=tests $(BIN)/python -m adversity $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)

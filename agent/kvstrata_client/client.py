@@ -18,7 +18,7 @@ from kvstrata_client.connection.link import Link
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import HandoverSlots, HandoverWriter
 from kvstrata_client.prompt.routes import knows
-from kvstrata_client.prompt.streaming import LayerStream, Leased
+from kvstrata_client.prompt.streaming import LayerStream, Leased, partial_sources
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import (
@@ -198,7 +198,18 @@ class Client:
 
     def stream(self, leased: Leased, heads: HeadRange) -> LayerStream:
         """Read leased blocks layer by layer; the stream ends the leases."""
-        return LayerStream(leased, heads, self._end, self._arrive)
+        self.counters.note_blocks(leased.wanted_blocks, leased.whole_sources)
+        return LayerStream(leased, heads, self._end_stream, self._arrive)
+
+    def _end_stream(self, leases: Sequence[Lease], suspects: Sequence[Lease], is_read: bool) -> bool:  # noqa: FBT001  As `End` is called.
+        """End a stream's leases, and count its partial blocks."""
+        is_valid = self._end(leases, suspects)
+        partial = partial_sources(leases)
+        if partial:
+            came = partial if is_read and is_valid else ()
+            self.counters.note_blocks(len(partial), came)
+            self._post((calls.count_load(self.target, len(partial), len(came)),))
+        return is_valid
 
     def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
         """Checksums of parts of partial blocks; none when they are lost, or the agent is."""

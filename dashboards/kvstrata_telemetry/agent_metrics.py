@@ -33,6 +33,7 @@ class Counters:
     def __init__(self, instruments: Instruments, pool: str, node: str) -> None:
         self._instruments = instruments
         self._own = {"pool": pool, "node": node}
+        instruments.begin(**self._own)
         self._children: dict[tuple[str, ...], Any] = {}
         self._named: set[str] = set()
         self.blocks_queried = 0
@@ -46,6 +47,10 @@ class Counters:
         """By tenant, those that asked last at the end."""
         self.share_hits: dict[str, int] = {}
         """Blocks that readers of each prefix share were given, by the share's uid, in the order of their last hits."""
+
+    def begin_tier(self, tier: str) -> None:
+        """Show a tier's counters before their first events."""
+        self._instruments.begin(**self._own, tier=tier)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""

@@ -9,6 +9,9 @@ from typing import Final
 from kvstrata_telemetry.metrics import Kind, Metric, index
 
 _AGENT_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+_CHOICES: Final = {"choice": ("fetch", "recompute")}
+_RULINGS: Final = ("drop", "absent", "held", "continued", "recent", "last", "keeper", "survivor", "known_scope")
+_CAUSES: Final = {"cause": ("read", "prefetch")}
 _AGENT_ERRORS: Final = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 _METADATA_S: Final = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _ROUND_S: Final = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -70,16 +73,16 @@ AGENT: Final = (
     Metric(
         "kvstrata_declined_writes_total", Kind.COUNTER,
         "Blocks that left memory, by the tier that they left, and were too unlikely to return to be written.",
-        ("pool", "node", "tier"),
+        ("pool", "node", "tier"), values={},
     ),
     Metric(
         "kvstrata_declined_bytes_total", Kind.COUNTER, "Bytes of `kvstrata_declined_writes_total`.",
-        ("pool", "node", "tier"),
+        ("pool", "node", "tier"), values={},
     ),
     Metric(
         "kvstrata_replicas_total", Kind.COUNTER,
         "Blocks that readers fetched from other agents, which keep them too, by event (fetched, left this node).",
-        ("pool", "node", "event"),
+        ("pool", "node", "event"), values={"event": ("fetched", "left")},
     ),
     Metric(
         "kvstrata_object_requests_max", Kind.GAUGE, "Requests that an object store gets at once.",
@@ -120,12 +123,15 @@ AGENT: Final = (
         "kvstrata_load_seconds_total", Kind.COUNTER, "Seconds that loads took, from the first lease to the last.",
         ("pool", "node", "tenant"),
     ),
-    Metric("kvstrata_published_blocks_total", Kind.COUNTER, "Blocks committed, by result.", ("pool", "node", "result")),
+    Metric(
+        "kvstrata_published_blocks_total", Kind.COUNTER, "Blocks committed, by result.", ("pool", "node", "result"),
+        values={"result": ("refused", "published", "existed")},
+    ),
     Metric(
         "kvstrata_refused_blocks_total", Kind.COUNTER,
         "Blocks that got no slot in one request, by reason (busy, draining, full, held, quota, recovering); a client "
         "that was refused the rest of a batch asks again and may get it.",
-        ("pool", "node", "reason"),
+        ("pool", "node", "reason"), values={"reason": ("busy", "draining", "full", "held", "quota", "recovering")},
     ),
     Metric(
         "kvstrata_moved_blocks_total", Kind.COUNTER, "Blocks moved between tiers or nodes.",
@@ -165,7 +171,7 @@ AGENT: Final = (
     Metric(
         "kvstrata_busy_answers_total", Kind.COUNTER,
         "Answers with less than was asked for because the path to the rest is congested; they carry for how long.",
-        ("pool", "node", "verb"),
+        ("pool", "node", "verb"), values={"verb": ("acquire", "reserve")},
     ),
     Metric(
         "kvstrata_hints_total", Kind.COUNTER,
@@ -175,7 +181,7 @@ AGENT: Final = (
     Metric(
         "kvstrata_prefetched_blocks_total", Kind.COUNTER,
         "Blocks brought up before anybody asked: useful (up when asked for), late (on their way) or wasted (gone).",
-        ("pool", "node", "outcome"),
+        ("pool", "node", "outcome"), values={"outcome": ("useful", "late", "wasted")},
     ),
     Metric("kvstrata_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
     Metric(
@@ -191,7 +197,7 @@ AGENT: Final = (
     Metric(
         "kvstrata_codec_drifted_planes_total", Kind.COUNTER,
         "Planes that needed a safer form than the pool's calibration has (condition CalibrationCurrent).",
-        ("pool", "node"),
+        ("pool", "node"), values={},
     ),
     Metric(
         "kvstrata_codec_error_ratio", Kind.HISTOGRAM,
@@ -202,12 +208,12 @@ AGENT: Final = (
         "kvstrata_load_choices_total", Kind.COUNTER,
         "Choices between fetching a prefix and leaving it to the engine whose outcome is known, by choice "
         "(fetch, recompute).",
-        ("pool", "node", "choice"),
+        ("pool", "node", "choice"), values=_CHOICES,
     ),
     Metric(
         "kvstrata_load_regret_seconds_total", Kind.COUNTER,
         "Seconds that the other choice would have saved by its estimate, once the outcome was known, by choice.",
-        ("pool", "node", "choice"),
+        ("pool", "node", "choice"), values=_CHOICES,
     ),
     Metric(
         "kvstrata_evicted_blocks_total", Kind.COUNTER, "Blocks dropped from the last tier that held them.",
@@ -216,30 +222,31 @@ AGENT: Final = (
     Metric(
         "kvstrata_raised_blocks_total", Kind.COUNTER,
         "Blocks copied from slower tiers into the memory that engines read, by cause (read, prefetch).",
-        ("pool", "node", "cause"),
+        ("pool", "node", "cause"), values=_CAUSES,
     ),
     Metric(
         "kvstrata_thrashed_blocks_total", Kind.COUNTER,
         "Of these, blocks that left it without another use (read) or without any (prefetch).",
-        ("pool", "node", "cause"),
+        ("pool", "node", "cause"), values=_CAUSES,
     ),
     Metric(
         "kvstrata_unread_blocks_total", Kind.COUNTER,
         "Blocks that left the last tier to make room and were never read since they were stored.", ("pool", "node"),
+        values={},
     ),
     Metric(
         "kvstrata_unfetched_blocks_total", Kind.COUNTER,
         "Blocks that lay in slower tiers of the node, were asked for and not handed out: engines computed them.",
-        ("pool", "node"),
+        ("pool", "node"), values={},
     ),
     Metric(
         "kvstrata_early_reads_total", Kind.COUNTER,
-        "Blocks read from slower tiers that had left memory less than a minute before.", ("pool", "node"),
+        "Blocks read from slower tiers that had left memory less than a minute before.", ("pool", "node"), values={},
     ),
     Metric(
         "kvstrata_damped_promotions_total", Kind.COUNTER,
         "Copies into memory that were not made because the last ones brought nothing, by cause (read, prefetch).",
-        ("pool", "node", "cause"),
+        ("pool", "node", "cause"), values=_CAUSES,
     ),
     Metric(
         "kvstrata_pathology", Kind.GAUGE,
@@ -273,27 +280,33 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_corrupt_blocks_total", Kind.COUNTER, "Blocks whose checksum failed; each became a miss.",
-        ("pool", "node", "tier"),
+        ("pool", "node", "tier"), values={},
     ),
-    Metric("kvstrata_io_errors_total", Kind.COUNTER, "I/O errors of a tier.", ("pool", "node", "tier", "operation")),
+    Metric(
+        "kvstrata_io_errors_total", Kind.COUNTER, "I/O errors of a tier.", ("pool", "node", "tier", "operation"),
+        values={"operation": ("read", "write")},
+    ),
     Metric("kvstrata_leases", Kind.GAUGE, "Leases held now.", ("pool", "node")),
     Metric("kvstrata_reservations", Kind.GAUGE, "Reservations not yet published.", ("pool", "node")),
     Metric(
         "kvstrata_expired_total", Kind.COUNTER, "Leases and reservations that ran out, or whose client died.",
-        ("pool", "node", "kind"),
+        ("pool", "node", "kind"), values={"kind": ("lease", "reservation")},
     ),
     Metric(
         "kvstrata_engine_memory_reaped_files_total", Kind.COUNTER,
-        "Files of dead vLLM engines in /dev/shm that the agent removed.", ("pool", "node"),
+        "Files of dead vLLM engines in /dev/shm that the agent removed.", ("pool", "node"), values={},
     ),
     Metric(
         "kvstrata_stray_releases_total", Kind.COUNTER,
         "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read for nothing.",
-        ("pool", "node", "cause"),
+        ("pool", "node", "cause"), values={"cause": ("double", "late", "foreign", "unknown")},
     ),
     Metric("kvstrata_sessions", Kind.GAUGE, "Sessions by state.", ("pool", "node", "state")),
     Metric("kvstrata_connections", Kind.GAUGE, "Engine processes attached.", ("pool", "node")),
-    Metric("kvstrata_attach_total", Kind.COUNTER, "Attaches by result (ok, refused).", ("pool", "node", "result")),
+    Metric(
+        "kvstrata_attach_total", Kind.COUNTER, "Attaches by result (ok, refused).", ("pool", "node", "result"),
+        values={"result": ("ok", "refused")},
+    ),
     Metric(
         "kvstrata_audit_total", Kind.COUNTER,
         "Decisions on access across tenants (allow, deny), by reason and verb; each is in the audit log as well.",
@@ -320,12 +333,14 @@ AGENT: Final = (
     ),
     Metric("kvstrata_directory_queue_depth", Kind.GAUGE, "Announcements waiting for the directory.", ("pool", "node")),
     Metric(
-        "kvstrata_directory_dropped_total", Kind.COUNTER, "Announcements dropped at the queue limit.", ("pool", "node")
+        "kvstrata_directory_dropped_total", Kind.COUNTER, "Announcements dropped at the queue limit.", ("pool", "node"),
+        values={},
     ),
     Metric(
         "kvstrata_nominations_total", Kind.COUNTER,
         "Blocks that the metadata service nominated to be dropped, by result (drop, or why it was kept).",
         ("pool", "node", "result"),
+        values={"result": _RULINGS},
     ),
     Metric(
         "kvstrata_peer_fetched_blocks_total", Kind.COUNTER,
@@ -348,12 +363,12 @@ AGENT: Final = (
     Metric(
         "kvstrata_handover_layers_total", Kind.COUNTER,
         "Layers of followed prompts that readers were given; `waited` where the reader asked before they were there.",
-        ("pool", "node", "wait"),
+        ("pool", "node", "wait"), values={"wait": ("none", "waited")},
     ),
     Metric(
         "kvstrata_handovers_broken_total", Kind.COUNTER,
         "Followed prompts that were lost before they were whole, by reason (away, given_up, damaged, stalled).",
-        ("pool", "node", "reason"),
+        ("pool", "node", "reason"), values={"reason": ("away", "given_up", "damaged", "stalled")},
     ),
     Metric(
         "kvstrata_peer_landing_bytes", Kind.GAUGE, "Buffers that NIXL may still write to, late transfers included.",

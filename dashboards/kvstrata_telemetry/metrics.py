@@ -3,9 +3,10 @@
 Base units, `_total` for counters, bounded labels (pool, tier, node, tenant, reason ...), never a block hash.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -32,6 +33,8 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds, for histograms, in the metric's base unit."""
+    values: Mapping[str, tuple[str, ...]] | None = None
+    """Of a counter that is there before its first event: all values of labels that `Instruments.begin` is not told."""
 
 
 def index(metrics: Iterable[Metric]) -> dict[str, Metric]:
@@ -62,6 +65,15 @@ class Instruments:
     def histogram(self, name: str, **labels: str) -> Histogram:
         """Return the histogram `name` under `labels`."""
         return self._get(name, Kind.HISTOGRAM, labels)  # type: ignore[no-any-return]
+
+    def begin(self, **labels: str) -> None:
+        """Show counters of these labels at 0: a rate does not see the event that a series begins with."""
+        for metric in self._metrics.values():
+            values = metric.values
+            if values is None or labels.keys() | values.keys() != set(metric.labels):
+                continue
+            for combination in product(*values.values()):
+                self.counter(metric.name, **labels, **dict(zip(values, combination, strict=True)))
 
     def forget(self, name: str, **labels: str) -> None:
         """Remove one series of a labelled metric, for what it speaks of is gone. Harmless when there is none."""

@@ -1,16 +1,18 @@
 """A short real run of the whole fleet under a real Prometheus: what the dashboard's test and its picture look at.
 
 Control plane, operator, metadata service, two agents, and engines of two tenants that publish more than memory and
-their quotas hold, read it back on both nodes, and knock without a token. At the end a tier is flushed.
+their quotas hold, read it back on both nodes, hand a prompt over while it is computed, read each other's prefixes, and
+knock without a token. At the end a tier is flushed, and a tenant's blocks come to the end of their retention.
 """
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -20,8 +22,11 @@ from drawing.dashboard_queries import metrics_of
 from drawing.prometheus_server import Server
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_api.errors import LeaseLostError
 from kvstrata_api.names import API_VERSION
+from kvstrata_client.prompt.chain import Tokens
 
+RULES: Final = Path(__file__).resolve().parents[2] / "dashboards" / "alerts.yaml"
 SCRAPE_S: Final = 1.0
 LAYOUT: Final = Layout("demo/llama", "seed-1", "bf16", 16, layers=32, kv_heads=4, head_dim=64, element_bytes=2)
 """Blocks of 512 KiB: a few hundred fill the memory of the example pool."""
@@ -39,15 +44,38 @@ class Run:
     server: Server
     started_s: float
     ended_s: float
+    addresses: tuple[str, ...]
+    """Where processes serve their metrics in the end."""
+    loaded_tokens: Counter[tuple[str, str]]
+    """What engines of the demo's pool were given by their own count, by tenant and by where it was."""
 
     def names(self) -> set[str]:
-        """Our metrics that had a sample at any time."""
-        selector = f'last_over_time({{__name__=~"kvstrata_.+"}}[{self.ended_s - self.started_s + 60:.0f}s])'
+        """Our metrics that had samples: two of one series, for a rate of what began at the very end is none."""
+        whole_s = self.ended_s - self.started_s + 60
+        selector = f'count_over_time({{__name__=~"kvstrata_.+"}}[{whole_s:.0f}s]) >= 2'
         return {name for s in self.server.query(selector, self.ended_s) for name in metrics_of(s.labels["__name__"])}
 
 
+class Beside(Protocol):
+    """Processes of somebody else that the same Prometheus scrapes."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Where they serve their metrics."""
+
+    def work(self) -> None:
+        """What is done to them once the engines of the fleet are done."""
+
+
 @contextmanager
-def started(folder: Path, say: Say, sessions: int, rounds: int, options: Sequence[str] = ()) -> Iterator[Run]:
+def started(
+    folder: Path,
+    say: Say,
+    sessions: int,
+    rounds: int,
+    options: Sequence[str] = (),
+    beside: Beside | None = None,
+) -> Iterator[Run]:
     """Bring everything up, let engines work, and hand over Prometheus; all of it ends with the block.
 
     All of our processes are given `options`.
@@ -55,32 +83,106 @@ def started(folder: Path, say: Say, sessions: int, rounds: int, options: Sequenc
     with World(say, is_current_cluster=False, options=options) as world:
         world.bring_up()
         set_quotas(world)
-        addresses = [url.removeprefix("http://").removesuffix("/metrics") for url in world.metrics().values()]
-        with prometheus_server.start(folder, {"kvstrata": addresses}, interval_s=SCRAPE_S) as server:
+        more = beside.addresses if beside else ()
+        addresses = [*_served(world), *more]
+        with prometheus_server.start(folder, {"kvstrata": addresses}, RULES, SCRAPE_S) as server:
             if not server.wait(lambda: server.healthy_targets() == len(addresses), _SETTLE_MAX_S):
                 raise TimeoutError(f"only {server.healthy_targets()} of {len(addresses)} processes can be scraped")
             say("Prometheus scrapes all processes")
             started_s = time.time()
-            work(world, sessions, rounds)
-            time.sleep(_SETTLE_S)
+            work = Work(world)
+            work.run(sessions, rounds)
             say("engines are done")
-            yield Run(server, started_s, time.time())
+            if beside:
+                beside.work()
+            time.sleep(_SETTLE_S)
+            yield Run(server, started_s, time.time(), (*_served(world), *more), work.loaded_tokens)
 
 
-def work(world: World, sessions: int, rounds: int) -> None:
-    """Publish `sessions` prefixes of 32 MiB, then read them back `rounds` times, with others in between."""
-    data = _values()
-    with world.client("beta", NODES[0], LAYOUT) as client:
-        PrefixCache(client).store(_tokens(0), data)
-    with world.client("alpha", NODES[0], LAYOUT) as client:
-        for session in range(sessions):
-            client.open_session(f"s{session}")
-            PrefixCache(client).store(_tokens(session), data, session=f"s{session}")
-        for _ in range(rounds):
+def _served(world: World) -> list[str]:
+    """Addresses of the fleet's metrics."""
+    return [url.removeprefix("http://").removesuffix("/metrics") for url in world.metrics().values()]
+
+
+class Work:
+    """What engines do, and an administrator at the end."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._data = _values()
+        self._layered = self._data.reshape(HELPING, LAYOUT.layers, -1)
+        self.loaded_tokens: Counter[tuple[str, str]] = Counter()
+        """See `Run`."""
+
+    def run(self, sessions: int, rounds: int) -> None:
+        """Publish `sessions` prefixes of 32 MiB, then read them back `rounds` times, with others in between."""
+        scale(self._world, "nvme")
+        with self._engine("beta", NODES[0]) as client:
+            PrefixCache(client).store(_tokens(0), self._data)
+        with self._engine("alpha", NODES[0]) as client:
             for session in range(sessions):
+                client.open_session(f"s{session}")
+                PrefixCache(client).store(_tokens(session), self._data, session=f"s{session}")
+            for _ in range(rounds):
+                for session in range(sessions):
+                    _turn(client, session)
+                self._others()
+        self._world.join_domain()
+        self._share(sessions)
+        self._hand_over(sessions + 1)
+        flush(self._world, "cxl")
+        retain(self._world, "alpha", seconds=1)
+        erase(self._world, "beta")
+        self._world.kill_agent(NODES[1])
+
+    @contextmanager
+    def _engine(self, tenant: str, node: str) -> Iterator[Client]:
+        """An engine, what it loads by its own count included in `loaded_tokens`."""
+        with self._world.client(tenant, node, LAYOUT) as client:
+            yield client
+            for place, blocks in client.counters.loaded_blocks.items():
+                self.loaded_tokens[tenant, place] += blocks * LAYOUT.block_tokens
+
+    def _others(self) -> None:
+        """The same tenant on the other node, another tenant with equal prompts, and a stranger."""
+        with self._engine("alpha", NODES[1]) as client:
+            for session in range(2):
                 _turn(client, session)
-            _others(world)
-    flush(world, "cxl")
+        with self._engine("beta", NODES[0]) as client:
+            _turn(client, 0)
+        stranger = Target(self._world.runner.socket(NODES[0]), POOL, "not a token", LAYOUT)
+        Client.attach(stranger, wait_s=1.0).close()
+
+    def _share(self, session: int) -> None:
+        """What one member of the trust domain stores, the other one reads, as soon as both are told of it."""
+        with self._engine("alpha", NODES[0]) as owner, self._engine("beta", NODES[0]) as reader:
+            ends_s = time.monotonic() + _SETTLE_MAX_S
+            while PrefixCache(reader).load(_tokens(session)).blocks == 0 and time.monotonic() < ends_s:
+                PrefixCache(owner).store(_tokens(session), self._data)
+                time.sleep(0.5)
+
+    def _hand_over(self, session: int) -> None:
+        """A prompt is read on one node while it is computed on the other; the next one is given up half-way."""
+        with self._engine("alpha", NODES[0]) as ours, self._engine("alpha", NODES[1]) as theirs:
+            self._follow(ours, theirs, _tokens(session), LAYOUT.layers)
+            with suppress(LeaseLostError):
+                self._follow(ours, theirs, _tokens(session + 1), LAYOUT.layers // 2)
+
+    def _follow(self, ours: Client, theirs: Client, tokens: Tokens, layers: int) -> None:
+        """Write so many layers, and read each of them at once. Raises `LeaseLostError` when that is not all."""
+        ends_s = time.monotonic() + _SETTLE_MAX_S
+        while not (growing := PrefixCache(ours).hand_over(tokens)).blocks and time.monotonic() < ends_s:
+            time.sleep(0.2)  # Until what was published before has left memory.
+        with PrefixCache(theirs).stream(tokens, handover=growing.handover) as stream:
+            for layer in range(layers):
+                growing.write(np.ascontiguousarray(self._layered[: growing.blocks, layer]))
+                if stream.blocks:
+                    stream.read(range(layer, layer + 1))
+            if layers == LAYOUT.layers:
+                growing.finish()
+            else:
+                growing.abandon()
+                stream.read(range(layers, layers + 1))
 
 
 def set_quotas(world: World) -> None:
@@ -88,6 +190,29 @@ def set_quotas(world: World) -> None:
     for tenant, over_quota, tier, hard in (("alpha", "Evict", "nvme", "64Mi"), ("beta", "Reject", "dram", "4Mi")):
         spec = {"overQuota": over_quota, "quotas": [{"poolRef": POOL, "tier": tier, "hard": hard}]}
         world.cluster.kubectl("patch", "kvtenant", tenant, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+
+def scale(world: World, tier: str) -> None:
+    """Let a tier of the pool scale by itself, between what it has and twice as much."""
+    tiers = json.loads(world.cluster.kubectl("get", "kvpool", POOL, "-o", "json"))["spec"]["tiers"]
+    at, has = next((i, t["capacityPerNode"]) for i, t in enumerate(tiers) if t["name"] == tier)
+    most = f"{2 * int(has.removesuffix('Mi'))}Mi"
+    patch = [{"op": "add", "path": f"/spec/tiers/{at}/autoscale", "value": {"minPerNode": has, "maxPerNode": most}}]
+    world.cluster.kubectl("patch", "kvpool", POOL, "--type=json", "-p", json.dumps(patch))
+
+
+def retain(world: World, tenant: str, seconds: int) -> None:
+    """Bound how long a tenant's blocks live."""
+    spec = {"spec": {"retention": {"maxSeconds": seconds}}}
+    world.cluster.kubectl("patch", "kvtenant", tenant, "--type=merge", "-p", json.dumps(spec))
+
+
+def erase(world: World, tenant: str) -> None:
+    """Have all blocks of a tenant erased, and wait until the operator has moved its keys on."""
+    spec = {"spec": {"eraseRequested": "at the end"}}
+    world.cluster.kubectl("patch", "kvtenant", tenant, "--type=merge", "-p", json.dumps(spec))
+    started = "--for=jsonpath={.status.eraseStarted}=at the end"
+    world.cluster.kubectl("wait", started, f"kvtenant/{tenant}", "--timeout=60s")
 
 
 def flush(world: World, tier: str) -> None:
@@ -113,17 +238,6 @@ def _turn(client: Client, session: int) -> None:
     client.tool_wait(f"s{session}", 8.0)
 
 
-def _others(world: World) -> None:
-    """The same tenant on the other node, another tenant with equal prompts, and a stranger."""
-    with world.client("alpha", NODES[1], LAYOUT) as client:
-        for session in range(2):
-            _turn(client, session)
-    with world.client("beta", NODES[0], LAYOUT) as client:
-        _turn(client, 0)
-    stranger = Target(world.runner.socket(NODES[0]), POOL, "not a token", LAYOUT)
-    Client.attach(stranger, wait_s=1.0).close()
-
-
 def _keys(client: Client, session: int) -> list[BlockKey]:
     """Keys of a prefix in the scope that the client writes to."""
     grants = client.grants
@@ -133,6 +247,6 @@ def _keys(client: Client, session: int) -> list[BlockKey]:
     return chain_keys(scope.secret, LAYOUT.layout_id(), _tokens(session), LAYOUT.block_tokens)
 
 
-def _tokens(session: int) -> "np.typing.NDArray[np.uint32]":
+def _tokens(session: int) -> Tokens:
     first = session * HELPING * LAYOUT.block_tokens
     return np.arange(first, first + HELPING * LAYOUT.block_tokens, dtype=np.uint32)

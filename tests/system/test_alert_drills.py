@@ -5,13 +5,11 @@ The rules are those of `dashboards/alerts.yaml` with all durations divided by `F
 
 import asyncio
 import itertools
-import os
 import re
-import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,16 @@ from kvstrata import Client, PrefixCache
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 from kvstrata_api import names, wire
-from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
+from kvstrata_api.blocks import ScopeId, ScopeSecret, pack_digests
 from kvstrata_metadata.store.access import Role
 from kvstrata_metadata.store.keys import REGISTRY_KEY
 from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_telemetry import http
 from kvstrata_telemetry.metrics import Instruments
 from support.agent import standalone
-from support.agent.standalone import Json, Up, content, declared, tokens
-from support.backends.s3_faults import FaultyS3, faulty_s3
+from support.agent.machine import BUCKET, EIGHTH, Machine, chain, devices_fail, object_store_refuses
+from support.agent.standalone import Json, Up, content, tokens
+from support.backends.s3_faults import faulty_s3
 from support.backends.s3_gateway import s3_gateway
 from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, dram, keys_of, make_tenant, nvme, until
 from support.metadata import replicas
@@ -62,9 +61,6 @@ FIRST, SECOND = ({"pool": POOL, "node": node} for node in NODES)
 AN_HOUR_AGO = f"count(kvstrata_agent_info offset {3600 * 1000 // FACTOR}ms) == {len(NODES)}"
 TENANT, OTHER = "team-a", "team-b"
 """Namespaces with one engine each, which their tenants claim."""
-EIGHTH = 64
-"""Blocks of 8 KiB in an eighth of 4 MiB."""
-BUCKET = "kvstrata"
 QUEUE_MAX = 1000
 """Changes that wait for the directory, of agents in this process."""
 QUICK = ("--authority-settle-s", "1", "--resync-s", "1")
@@ -304,61 +300,6 @@ def test_alerts_of_a_fleet_fire_and_clear(name: str, fleet: Fleet, alerts: Alert
     carry_out(FLEET_DRILLS[name], fleet, alerts)
 
 
-class Machine:
-    """Agents without Kubernetes, each with what its name says below a small memory, or with that alone."""
-
-    def __init__(self, folder: Path, ports: dict[str, int], store: FaultyS3) -> None:
-        self.s3 = store
-        self.devices = [folder / "disks" / name for name in ("a", "b", "c")]
-        dram = {"name": "dram", "type": "HostDRAM", "capacityPerNode": "4Mi", "hostDRAM": {"pageSize": "4Ki"}}
-        nvme = {"name": "nvme", "type": "NVMe", "capacityPerNode": "64Mi", "nvme": {"paths": [*map(str, self.devices)]}}
-        archive = {"name": "archive", "type": "Object", "capacity": "64Mi", "object": {"url": f"s3://{BUCKET}/kv"}}
-        self.memory = self._declared(folder / "memory", ports["memory"], [dram])
-        self.disks = self._declared(folder / "disks", ports["disks"], [dram, nvme])
-        self.archive = self._declared(folder / "archive", ports["archive"], [dram, archive])
-        self.archive.environment = {name.upper(): value for name, value in store.settings.items()}
-        self.seeds = itertools.count()
-        """Of prefixes that nobody has stored before."""
-        self.stack = ExitStack()
-
-    @staticmethod
-    def _declared(home: Path, port: int, tiers: list[Json]) -> Up:
-        home.mkdir()
-        up = Up(home, ("--metrics-port", str(port)), pool=home.name)
-        spec = {"compatibility": {"model": "*", "revision": "*", "dtype": "bf16"}, "tiers": tiers}
-        up.declare(declared("KVPool", up.pool, spec | {"policy": {"recompute": {"type": "AlwaysFetch"}}}))
-        return up
-
-    def go_on(self, up: Up, work: Callable[[PrefixCache], object]) -> None:
-        """Let an engine work, until the end."""
-
-        def act() -> None:
-            with up.client() as client:
-                work(PrefixCache(client))
-
-        self.stack.enter_context(repeating(act, 0.5))
-
-    def store(self, cache: PrefixCache) -> int:
-        """Store a new prefix of an eighth of the memory; its seed."""
-        seed = next(self.seeds)
-        cache.store(tokens(seed, EIGHTH), content(seed, EIGHTH))
-        return seed
-
-
-class Engine:
-    """Stores prefixes, and reads those that have left the memory."""
-
-    def __init__(self, machine: Machine, cache: PrefixCache) -> None:
-        self._machine, self._cache = machine, cache
-        self._stored = [machine.store(cache) for _ in range(2 * 8)]
-
-    def store(self) -> None:
-        self._stored.append(self._machine.store(self._cache))
-
-    def load_old(self) -> None:
-        self._cache.load(tokens(self._stored.pop(0), EIGHTH))
-
-
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Alerts]]:
     folder = tmp_path_factory.mktemp("machine")
@@ -370,49 +311,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine,
             stack.enter_context(up).start()
         stack.enter_context(made.stack)
         yield made, stack.enter_context(watched(folder, ports))
-
-
-@contextmanager
-def devices_fail(machine: Machine) -> Iterator[None]:
-    """One returns other bytes than it was given, one returns none, one is not there when the agent starts."""
-    rotten, lost, absent = machine.devices
-    machine.disks.stop()
-    shutil.rmtree(absent)
-    absent.touch()
-    machine.disks.start()
-    with machine.disks.client() as client:
-        engine = Engine(machine, PrefixCache(client))
-
-        def fail() -> None:
-            engine.store()
-            for segment in (*rotten.rglob("seg-*.kv"), *lost.rglob("seg-*.kv")):
-                with suppress(FileNotFoundError), segment.open("r+b") as file:  # The store has removed it.
-                    if segment.is_relative_to(lost):
-                        file.truncate(0)
-                    for at in range(100, segment.stat().st_size, 4096):
-                        os.pwrite(file.fileno(), os.urandom(8), at)
-            engine.load_old()
-
-        with repeating(fail, 0.1):
-            yield
-    absent.unlink()
-    machine.go_on(machine.disks, machine.store)
-
-
-@contextmanager
-def object_store_refuses(machine: Machine) -> Iterator[None]:
-    """While engines store, and ask for what lies there alone."""
-    with machine.archive.client() as client:
-        engine = Engine(machine, PrefixCache(client))
-
-        def work() -> None:
-            engine.store()
-            engine.load_old()
-
-        machine.s3.decide = lambda _: 503
-        with repeating(work, 0.1):
-            yield
-        machine.s3.decide = lambda _: None
 
 
 @contextmanager
@@ -440,13 +338,6 @@ def nobody_reads_what_is_stored(machine: Machine) -> Iterator[None]:
             cache.load(tokens(seed, EIGHTH))
 
     machine.go_on(machine.memory, read_again)
-
-
-def chain(client: Client, seed: int, blocks: int) -> list[BlockKey]:
-    assert client.grants is not None
-    own = client.grants.own
-    assert own is not None
-    return chain_keys(own.secret, standalone.LAYOUT.layout_id(), tokens(seed, blocks), standalone.LAYOUT.block_tokens)
 
 
 MACHINE_DRILLS = {

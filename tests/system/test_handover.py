@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,13 @@ def broken(reader: PeerThread) -> dict[Fault, float]:
     return {fault: counted(reader, "kvstrata_handovers_broken_total", reason=fault) for fault in Fault}
 
 
+def delivered(reader: PeerThread) -> float:
+    """Tokens that a reader was given, by the account of its agent."""
+    named = ("dram", "remote", "unknown")
+    count = partial(counted, reader, "kvstrata_load_tokens_total", tenant="a", stage="delivered")
+    return sum(count(tier=name) for name in named)
+
+
 def written(growing: HandoverWriter, layers: range) -> None:
     for layer in layers:
         growing.write(np.ascontiguousarray(STORED[:, layer]))
@@ -75,6 +83,8 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
                 assert PrefixCache(theirs).lookup(TOKENS).blocks == 0
                 assert PrefixCache(ours).lookup(TOKENS).blocks == 0
             assert growing.finish() == (Published.PUBLISHED,) * BLOCKS
+        PrefixCache(theirs).lookup(TOKENS)  # Answered behind what the stream said at its end.
+        assert delivered(reader) == theirs.counters.loaded_blocks.total() * 16 == BLOCKS * 16
 
         for cache in (PrefixCache(ours), PrefixCache(theirs)):
             loaded = cache.load(TOKENS)
@@ -118,6 +128,8 @@ def test_what_arrived_before_the_writer_gave_up_was_right_and_the_rest_is_lost(n
         stream.close()
 
         assert PrefixCache(theirs).lookup(TOKENS).blocks == 0
+        assert theirs.counters.wanted_blocks == BLOCKS
+        assert delivered(reader) == theirs.counters.loaded_blocks.total() == 0
         assert reader.call(lambda: reader.core.node.tiers[0].backend.used_bytes) == used
         assert reader.call(lambda: len(reader.core.node.index)) == 0
         assert broken(reader) == {**dict.fromkeys(Fault, 0), Fault.GIVEN_UP: 1}

@@ -1,8 +1,6 @@
 """One request is one trace: from an engine's process, over the socket, through the agent, to a real OTLP receiver."""
 
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,35 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.agent.standalone import Up, pool
-from support.runner.alone import environment
+from support.client import traced_engine
 from support.runner.otlp import Receiver, attributes, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
-
-ENGINE = """
-import sys
-from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-from kvstrata import NO_TOKEN, Client, PrefixCache, Target
-from support.agent.standalone import LAYOUT, POOL, content, tokens
-
-provider = TracerProvider(resource=Resource.create({"service.name": "engine"}))
-provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=sys.argv[2])))
-if sys.argv[3] == "traced":
-    trace.set_tracer_provider(provider)
-with Client.attach(Target(sys.argv[1], POOL, NO_TOKEN, LAYOUT), strict=True, wait_s=60) as client:
-    cache = PrefixCache(client)
-    with provider.get_tracer("engine").start_as_current_span("request"):
-        stored = cache.store(tokens(1), content(1))
-        loaded = cache.load(tokens(1), session="s")
-        absent = cache.load(tokens(2))
-assert (stored.published, loaded.blocks, absent.blocks) == (12, 12, 0)
-provider.shutdown()
-"""
 
 
 @pytest.fixture
@@ -57,9 +30,7 @@ def up(tmp_path: Path, receiver: Receiver) -> Iterator[Up]:
 
 def run_engine(up: Up, receiver: Receiver, how: str) -> str:
     """Have an engine do its work, and end; returns the lines of the agent's metrics that name a trace."""
-    command = [sys.executable, "-c", ENGINE, str(up.socket), receiver.url, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
+    traced_engine.run(up, receiver.url, how)
     shown = exemplars(up)
     assert up.stop() == 0  # What an agent has not sent yet it sends when it ends.
     return shown

@@ -50,6 +50,8 @@ class Sweeper:
         self._unknown_since_s: dict[str, float] = {}
         self._shown: dict[tuple[str, str], int] = {}
         """Tier and tenant of the bytes that Prometheus read last; those that are gone come to 0."""
+        self._begun: set[str] = set()
+        """Tiers whose counters are shown."""
         self._quotas: set[tuple[str, str]] = set()
         """Tiers and tenants whose quota is shown: of those who hold something."""
 
@@ -149,10 +151,9 @@ class Sweeper:
             counters.set("kvstrata_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
             counters.set("kvstrata_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
             counters.set("kvstrata_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
-            # 0 before the first: `increase` does not see the one that a series begins with.
-            counters.add("kvstrata_corrupt_blocks_total", 0, tier=tier.name)
-            for operation in ("read", "write"):
-                counters.add("kvstrata_io_errors_total", 0, tier=tier.name, operation=operation)
+            if tier.name not in self._begun:
+                counters.begin_tier(tier.name)
+                self._begun.add(tier.name)
             for device in tier.devices:
                 names = {"tier": tier.name, "device": device.name}
                 counters.set("kvstrata_device_up", float(not device.error), **names)
@@ -199,6 +200,7 @@ class Sweeper:
                 counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
                 counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
                 counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)
+                counters.add("kvstrata_moves_refused_total", 0, **names, traffic=traffic)  # There before the first one.
 
     def _show_written(self, name: str, tier: Tier, written_bytes: int, device: str = "") -> None:
         """Add what was written since the last look; a medium wears by it."""

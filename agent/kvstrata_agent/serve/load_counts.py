@@ -45,19 +45,30 @@ class LoadBook:
         self._places: dict[bytes, _Place] = {}
         """By key, in the order of the chain."""
         self._is_plain = True
-        """True while every block was captured."""
+        """True while every block was captured, and every request answered at once."""
         self._began_s = self._active_s = 0.0
+
+    def begin(self, digests: Sequence[bytes], now_s: float) -> None:
+        """Note a request that is answered later, for those behind it in the chain may be answered before."""
+        self._active(now_s)
+        self._is_plain = False
+        for key in digests:
+            self._places.setdefault(key, None)
+
+    def _active(self, now_s: float) -> None:
+        if len(self._places) >= KEYS_MAX or now_s - self._active_s > STALE_S:
+            self._places.clear()  # Whoever leases so much and never counts, counts nothing.
+        self._active_s = now_s
+        if not self._places:
+            self._began_s, self._is_plain = now_s, True
 
     def note(self, digests: Sequence[bytes], held: Sequence[str], captured: int, now_s: float) -> None:
         """Note one request: its leading keys that the fleet holds, and how many of those were asked of their holder.
 
         What was captured before stays where it was then: it has come nearer since.
         """
-        if len(self._places) >= KEYS_MAX or now_s - self._active_s > STALE_S:
-            self._places.clear()  # Whoever leases so much and never counts, counts nothing.
-        places, self._active_s = self._places, now_s
-        if not places:
-            self._began_s, self._is_plain = now_s, True
+        self._active(now_s)
+        places = self._places
         if self._is_plain and len(digests) == len(held) == captured:
             deque(map(places.setdefault, digests, held), maxlen=0)
             return
@@ -77,6 +88,7 @@ class LoadBook:
         took_s = max(0.0, self._active_s - self._began_s) if self._places else 0.0
         taken, left = list(islice(self._places.values(), wanted)), islice(self._places.items(), wanted, None)
         self._places = dict(left)
+        self._began_s = max(self._began_s, self._active_s)
         prefix = [place for place in takewhile(lambda p: p is not None, taken) if place is not None]
         held = [place if isinstance(place, str) else place[0] for place in prefix]
         held += [UNKNOWN] * (loaded - len(held))

@@ -247,6 +247,7 @@ class Verbs:
             acquired = self._cache.reader.acquire_now(call)
             active.set(hit_blocks=len(acquired.reads))
         if acquired.may_grow:
+            at.loads.begin(call.digests, self._node.clock())
             return self._acquire_slow(at, request, call, acquired.reads)
         at.loads.note(call.digests, acquired.held, acquired.captured, self._node.clock())
         if call.part_bytes:
@@ -264,6 +265,7 @@ class Verbs:
 
     async def _acquire_partial(self, at: Attachment, request: wire.Acquire, call: AcquireCall) -> wire.Acquired:
         count, name = len(call.digests), request.session
+        at.loads.begin(call.digests, self._node.clock())
         with span(
             "kvstrata.follow", parent=request.traceparent, session_id=name, pool=self._node.pool, requested_blocks=count
         ):

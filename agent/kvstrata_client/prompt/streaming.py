@@ -39,8 +39,9 @@ POLL_S: Final = 2.0
 Arrive = Callable[[Sequence[Lease], int, float], tuple[bytes, ...]]
 """Waits for parts of partial blocks behind so many, for so long; checksums for each, none when they are lost."""
 
-End = Callable[[Sequence[Lease], Sequence[Lease]], bool]
-"""Ends leases, with the suspects among them; true when all of them lived until now."""
+End = Callable[[Sequence[Lease], Sequence[Lease], bool], bool]
+"""Ends leases, with the suspects among them, and is told whether all layers were read; true when all of them lived
+until now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,14 @@ class Leased:
     busy_s: float = 0.0
     """Not 0.0 where there are fewer only because the agent's path to the next block is congested: estimated seconds
     until it is free."""
+    wanted_blocks: int = 0
+    """What the agent was told of this request when it was made: blocks wanted, without those that are partial; 0 where
+    it was told nothing."""
+
+    @property
+    def whole_sources(self) -> tuple[str, ...]:
+        """Where the blocks were of which it was told that they came."""
+        return tuple(lease.source for lease in self.leases if self.wanted_blocks and not lease.is_partial)
 
 
 class Layers:
@@ -63,6 +72,7 @@ class Layers:
         """Begin with what was leased."""
         self._leases = leased.leases
         self._suspects: tuple[Lease, ...] = ()
+        self._read_layers = 0
         self._heads = heads
         self.blocks = len(self._leases)
         """Leading blocks that every layer is read of; the stream may be empty."""
@@ -102,7 +112,12 @@ class Layers:
             raise BlockCorruptError(
                 f"layers {layers.start} to {layers.stop} of block {sound} differ from their checksums"
             )
+        self._read_layers = max(self._read_layers, layers.stop)
         return rows
+
+    @property
+    def _is_read(self) -> bool:
+        return self._read_layers == self._heads.layout.layers
 
     def _taken(self) -> tuple[Lease, ...]:
         leases, self._leases = self._leases, ()
@@ -147,9 +162,14 @@ class LayerStream(Layers):
     def close(self) -> bool:
         """End the leases; true when all of them lived until now, and when there were none. Idempotent."""
         leases = self._taken()
-        is_valid = not leases or self._end(leases, self._suspects)
+        is_valid = not leases or self._end(leases, self._suspects, self._is_read)
         void(leases)
         return is_valid
+
+
+def partial_sources(leases: Sequence[Lease]) -> tuple[str, ...]:
+    """Where the partial blocks among some leases are written."""
+    return tuple(lease.source for lease in leases if lease.is_partial)
 
 
 def parts_of(partial: Sequence[Lease]) -> int:
@@ -169,11 +189,17 @@ def lease_route(job: Job, heads: HeadRange, handover: Handover | None = None) ->
         yield (calls.scopes(job.target),)
         found = yield from locate(job)
         held, is_whole, busy_s = yield from _lease(job, heads, found)
+    partial: tuple[Lease, ...] = ()
     if handover is not None and found is not None:
-        held += yield from _lease_partial(job, heads.part_bytes, held, goal_of(job, found), handover)
-    if job.wanted_blocks and is_whole:  # Whoever gets less than there is loads it instead, and is counted there.
-        yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
-    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, is_whole, busy_s)
+        partial = yield from _lease_partial(job, heads.part_bytes, held, goal_of(job, found), handover)
+    # Whoever gets less than there is loads it instead, and is counted there. What is partial may never be whole: it is
+    # counted at the end.
+    counted = job.wanted_blocks - len(partial) if is_whole else 0
+    if counted:
+        yield Post((calls.count_load(job.target, counted, len(held)),))
+    held += partial
+    shared = min(found.route.shared_blocks, len(held)) if found else 0
+    return Leased(held, shared, is_whole, busy_s, counted)
 
 
 def _lease(
@@ -247,7 +273,7 @@ def _lease_batch(job: Job, part_bytes: int, batch: Batch, held: list[Lease]) -> 
 AsyncArrive = Callable[[Sequence[Lease], int, float], Awaitable[tuple[bytes, ...]]]
 """As `Arrive`."""
 
-AsyncEnd = Callable[[Sequence[Lease], Sequence[Lease]], Awaitable[bool]]
+AsyncEnd = Callable[[Sequence[Lease], Sequence[Lease], bool], Awaitable[bool]]
 """As `End`."""
 
 
@@ -296,6 +322,6 @@ class AsyncLayerStream(Layers):
     async def close(self) -> bool:
         """See `LayerStream.close`. The leases end also when this is cancelled."""
         leases = self._taken()
-        is_valid = not leases or await self._end(leases, self._suspects)
+        is_valid = not leases or await self._end(leases, self._suspects, self._is_read)
         void(leases)
         return is_valid

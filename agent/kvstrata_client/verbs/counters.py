@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,11 +67,16 @@ class Counters:
         warn(leases)
         return False
 
-    def note_load(self, wanted_blocks: int, loaded: Loaded) -> None:
-        """Count one load."""
+    def note_blocks(self, wanted_blocks: int, sources: Sequence[str]) -> None:
+        """Count blocks that were asked for, and where those were that came."""
         with self._lock:
             self.wanted_blocks += wanted_blocks
-            self.loaded_blocks.update(loaded.sources)
+            self.loaded_blocks.update(sources)
+
+    def note_load(self, wanted_blocks: int, loaded: Loaded) -> None:
+        """Count one load."""
+        self.note_blocks(wanted_blocks, loaded.sources)
+        with self._lock:
             self.shared_blocks += loaded.shared_blocks
             self.corrupt_blocks += loaded.corrupt_blocks
             self.lost_blocks += loaded.lost_blocks

@@ -119,6 +119,7 @@ class Gauges:
     def listed(self, kind: Kind) -> None:
         """Count a complete list."""
         self._made.counter("kvstrata_operator_lists_total", kind=kind.name).inc()
+        self._made.counter("kvstrata_operator_missed_events_total", kind=kind.name)  # 0 before the first.
 
     def missed_events(self, kind: Kind) -> None:
         """Count a change that no event brought."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from enum import StrEnum
 from itertools import accumulate
 
 import pytest
@@ -17,7 +18,12 @@ from drawing.dashboard_queries import (
     read_all,
     variable_queries,
 )
+from kvstrata_agent.blocks.leases import Stray
+from kvstrata_agent.cache.handover import Fault
+from kvstrata_agent.policy.duplicates import Ruling
+from kvstrata_agent.policy.recompute import Source
 from kvstrata_telemetry import dashboard, generated
+from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog import BY_NAME, BY_PROCESS, PEERS, SPANS
 from kvstrata_telemetry.metrics import Instruments, Kind, Metric, index
 from kvstrata_telemetry.panel_types import Board, Panel, Query
@@ -58,6 +64,45 @@ def test_a_metric_says_what_it_counts_and_has_bounded_labels(metric: Metric) -> 
 def test_only_histograms_have_buckets_and_theirs_rise(metric: Metric) -> None:
     assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
     assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+@metrics
+def test_known_values_are_of_labels_of_a_counter(metric: Metric) -> None:
+    if metric.values is not None:
+        assert metric.kind is Kind.COUNTER
+        assert set(metric.values) == set(metric.labels) - {"pool", "node", "tier"}
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "words"),
+    [
+        ("kvstrata_handovers_broken_total", "reason", Fault),
+        ("kvstrata_load_choices_total", "choice", Source),
+        ("kvstrata_nominations_total", "result", Ruling),
+        ("kvstrata_stray_releases_total", "cause", Stray),
+    ],
+)
+def test_known_values_are_the_words_of_the_program(name: str, label: str, words: type[StrEnum]) -> None:
+    values = BY_NAME[name].values
+    assert values is not None
+    assert set(values[label]) == set(words)
+
+
+def test_counters_whose_labels_are_known_are_there_before_the_first_event() -> None:
+    """A rate does not see the event that a series begins with."""
+    registry = CollectorRegistry()
+    counters = Counters(Instruments(BY_PROCESS["agent"], registry), "p", "n")
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"pool": "p", "node": "n", **labels})
+
+    assert value("kvstrata_prefetched_blocks_total", outcome="late") == 0
+    assert value("kvstrata_unread_blocks_total") == 0
+    assert value("kvstrata_io_errors_total", tier="nvme", operation="read") is None
+    counters.begin_tier("nvme")
+    assert value("kvstrata_io_errors_total", tier="nvme", operation="read") == 0
+    assert value("kvstrata_corrupt_blocks_total", tier="nvme") == 0
+    assert value("kvstrata_lookup_blocks_total", tenant="a", result="hit") is None
 
 
 def test_a_name_may_not_be_written_twice() -> None:

@@ -128,10 +128,10 @@ async def test_faults_are_counted_from_0_so_that_the_first_one_is_an_increase(at
     tier = await at.tier()
     Sweeper(at.core.cache, FakeAuthenticator()).gauges()
 
-    counted = {labels: child._value.get() for labels, child in at.core.node.counters._children.items()}
-    assert counted["kvstrata_corrupt_blocks_total", tier.name] == 0.0
-    assert counted["kvstrata_io_errors_total", tier.name, "read"] == 0.0
-    assert counted["kvstrata_io_errors_total", tier.name, "write"] == 0.0
+    families = at.core.node.counters._instruments.registry.collect()
+    faults = {"kvstrata_corrupt_blocks_total", "kvstrata_io_errors_total"}
+    shown = [s for family in families for s in family.samples if s.name in faults and s.labels["tier"] == tier.name]
+    assert {(s.labels.get("operation"), s.value) for s in shown} == {(None, 0.0), ("read", 0.0), ("write", 0.0)}
 
 
 async def test_what_is_written_to_each_device_is_told_for_it(at: Node) -> None:

@@ -64,6 +64,27 @@ def test_what_was_asked_for_twice_counts_once_and_where_it_was_first() -> None:
     assert book.end(3, 3).delivered == {"dram": 1, "nvme": 2}
 
 
+def test_a_request_that_is_answered_later_keeps_its_place_in_the_chain() -> None:
+    book = LoadBook()
+    book.begin(keys(0, 1, 2, 3), 1.0)
+    book.note(keys(4, 5, 6, 7), ["dram"] * 4, 4, 1.1)
+    book.note(keys(0, 1, 2, 3), ["nvme"] * 4, 4, 1.5)
+
+    assert book.end(8, 6).delivered == {"nvme": 4, "dram": 2}
+
+
+def test_loads_that_overlap_take_the_time_in_which_any_of_them_went_on() -> None:
+    book = LoadBook()
+    book.note(keys(0), ["dram"], 1, 1.0)
+    book.note(keys(1), ["dram"], 1, 2.0)
+    book.released(3.0)
+    first = book.end(1, 1)
+    book.released(5.0)
+    second = book.end(1, 1)
+
+    assert (first.took_s, second.took_s) == (2.0, 2.0)
+
+
 def test_what_nobody_was_asked_for_is_held_alone() -> None:
     book = LoadBook()
     book.note(keys(1, 2, 3, 4), ["dram", "remote", "remote"], 1, 1.0)
