@@ -5,11 +5,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata_api import names
+from kvstrata_operator.decide.agents import workloads
 from kvstrata_operator.decide.plan.actions import Delete, Merge
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.observe import kinds
@@ -426,6 +427,21 @@ def test_of_two_daemon_sets_the_one_with_fewer_nodes_names_them() -> None:
     assert all_of_them.fleet.of(kinds.DAEMON_SET).keys() == {SMALL}
     assert "matchFields" not in terms(all_of_them, SMALL)[0]
     assert status(all_of_them, "Ready")[0] == "True"
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 4))
+def test_no_more_nodes_are_named_than_a_daemon_set_can_and_others_are_of_the_larger_kind(
+    with_pages: int, without: int, most: int
+) -> None:
+    have, lack = {f"a{n}" for n in range(with_pages)}, {f"b{n}" for n in range(without)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workloads, "NAMED_NODES_MAX", most)
+        small = workloads.small_nodes(have | lack, lack)
+
+    assert min(len(small), len(have | lack) - len(small)) <= most
+    assert (small - lack if len(lack) <= len(have) else lack - small) == set()
+    if min(with_pages, without) <= most:
+        assert small == lack
 
 
 def test_a_node_that_gets_its_pages_is_drained_and_has_them_then() -> None:

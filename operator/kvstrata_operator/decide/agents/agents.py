@@ -41,7 +41,7 @@ class PodState:
     is_current: bool = True
     """True when its KVPoolNode has what the pool wants."""
     has_small_pages: bool = False
-    """True when its node lacks huge pages of the pool, whatever its pod has."""
+    """True when its pod should have small pages in place of huge ones, whatever it has."""
 
     @property
     def is_serving(self) -> bool:
@@ -154,8 +154,11 @@ def agents_of(view: View, pool: Declared[KVPool], members: Members, setting: Set
     pods = _pods(view.cluster, pool.model, placement, setting)
     if isinstance(pods, Fault):
         return Agents(fault=pods)
-    doubtful = members.idle | (_not_as_wanted(members, pods) & placement.nodes)
-    states = {node: _pod_state(view.pools, placement, members, node) for node in doubtful}
+    small = workloads.small_nodes(placement.nodes, members.small.keys())
+    doubtful = members.idle | (_not_as_wanted(members, pods, small) & placement.nodes)
+    states = {
+        node: _pod_state(view.pools, placement, members, node, has_small_pages=node in small) for node in doubtful
+    }
     wanted = RollSpec(
         pods.pods.revision,
         pods.pods.room,
@@ -166,7 +169,7 @@ def agents_of(view: View, pool: Declared[KVPool], members: Members, setting: Set
     )
     rollout = roll(wanted, states, now)
     leaving = members.difference.surplus & view.pools.nodes.keys()
-    bodies = workloads.bodies(pool, placement, pods, _classes(members, rollout, leaving), setting.namespace)
+    bodies = workloads.bodies(pool, placement, pods, _classes(members, small, rollout, leaving), setting.namespace)
     return Agents(pods, bodies, None, rollout, _remark(members, placement, pods))
 
 
@@ -201,20 +204,19 @@ def _pods(cluster: ClusterSeen, pool: KVPool, placement: Placement, setting: Set
         return Fault("AgentTemplateInvalid", str(e))
 
 
-def _not_as_wanted(members: Members, pods: PodsOfPool) -> AbstractSet[str]:
+def _not_as_wanted(members: Members, pods: PodsOfPool, small: AbstractSet[str]) -> AbstractSet[str]:
     """Nodes whose pod is not of the revision that they should have."""
-    if not members.small:
+    if not small:
         return members.pods.not_of(pods.pods.revision)
-    on_others = members.pods.not_of(pods.pods.revision) - members.small.keys()
-    return on_others | (members.pods.not_of(pods.small.revision) & members.small.keys())
+    return (members.pods.not_of(pods.pods.revision) - small) | (members.pods.not_of(pods.small.revision) & small)
 
 
-def _classes(members: Members, rollout: Rollout, leaving: AbstractSet[str]) -> NodeClasses:
+def _classes(members: Members, wanted: AbstractSet[str], rollout: Rollout, leaving: AbstractSet[str]) -> NodeClasses:
     """A node whose agent still serves or drains stays with the DaemonSet of its pod, which would end it at once.
 
     It goes to the other one when its pod does.
     """
-    small = set(members.small)
+    small = set(wanted)
     replaced = {*rollout.replace}
     for node in rollout.outdated - replaced:
         pod = members.pods.by_node[node]
@@ -234,10 +236,12 @@ def _remark(members: Members, placement: Placement, pods: PodsOfPool) -> str:
     return "; ".join(filter(None, (small, pods.pods.remark)))
 
 
-def _pod_state(pools: PoolsSeen, placement: Placement, members: Members, node: str) -> PodState:
+def _pod_state(
+    pools: PoolsSeen, placement: Placement, members: Members, node: str, *, has_small_pages: bool
+) -> PodState:
     seen, pod = members.seen.get(node), members.pods.by_node.get(node)
     if seen is None:
-        return PodState(pod, has_small_pages=node in members.small)
+        return PodState(pod, has_small_pages=has_small_pages)
     alive, silent = seen.key in pools.alive, seen.key in pools.silent
     return PodState(
         pod,
@@ -245,7 +249,7 @@ def _pod_state(pools: PoolsSeen, placement: Placement, members: Members, node: s
         is_alive=alive,
         is_silent=silent,
         is_current=placement.is_current(seen),
-        has_small_pages=node in members.small,
+        has_small_pages=has_small_pages,
     )
 
 

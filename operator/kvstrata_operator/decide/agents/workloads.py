@@ -294,6 +294,19 @@ def bodies(
     return made
 
 
+def small_nodes(nodes: AbstractSet[str], lacking: AbstractSet[str]) -> AbstractSet[str]:
+    """Nodes whose pods should have small pages: those that lack huge ones, as far as the DaemonSets can name them.
+
+    With more than `NAMED_NODES_MAX` nodes of both kinds, the rest are of the kind that there is more of.
+    """
+    others = len(nodes) - len(lacking)
+    if min(len(lacking), others) <= NAMED_NODES_MAX:
+        return lacking
+    if len(lacking) <= others:
+        return frozenset(sorted(lacking)[:NAMED_NODES_MAX])
+    return nodes - frozenset(sorted(nodes - lacking)[:NAMED_NODES_MAX])
+
+
 def _whereabouts(placement: Placement, classes: NodeClasses, *, has_small_pages: bool) -> Whereabouts:
     """Nodes of one DaemonSet. Of the two the one with fewer nodes names them, so that few names serve a large fleet."""
     small = classes.small
