@@ -72,6 +72,8 @@ class Members:
     """Pods of its agents, where we run them."""
     idle: set[str] = field(default_factory=set)
     """Nodes of the placement whose agent does not serve from a pod of ours."""
+    pages: Mapping[str, int] = field(default_factory=dict)
+    """Huge pages that its tiers want on each node, in bytes, by the name of the resource."""
     small: dict[str, str] = field(default_factory=dict)
     """Nodes of the placement that lack huge pages of the pool, and what they lack."""
     placement: Placement | None = None
@@ -213,10 +215,12 @@ class FleetFacts:
     def _resettle(self, pool: str) -> None:
         members = self.pools[pool]
         members.placement = self._rules.placement(pool, members.picked)
+        members.pages = pages_bytes(members.placement.tiers)
 
     def _judge(self, node: str) -> None:
         """Judge one node for each pool, the oldest first: what older pools take there counts."""
-        before_bytes, pages = 0, Counter[str]()
+        before_bytes = 0
+        pages: dict[str, int] = {}
         offered = self._nodes[node].pages_bytes if node in self._nodes else None
         for pool in self._rules.placed:
             members = self.pools[pool]
@@ -237,15 +241,15 @@ class FleetFacts:
                 members.idle.add(node)
             else:
                 members.idle.discard(node)
-            wanted = pages_bytes(placement.tiers) if is_wanted else Counter[str]()
-            lacking = pages_lacking(wanted, offered, pages)
-            if lacking:
+            members.small.pop(node, None)
+            if not is_wanted:
+                continue
+            before_bytes += memory_bytes(placement.tiers)
+            if members.pages and (lacking := pages_lacking(members.pages, offered, pages)):
                 members.small[node] = lacking
-            else:
-                members.small.pop(node, None)
-                pages += wanted
-            if is_wanted:
-                before_bytes += memory_bytes(placement.tiers)
+                continue
+            for name, size_bytes in members.pages.items():
+                pages[name] = pages.get(name, 0) + size_bytes
 
     def _count(self, node: PoolNodeSeen, sign: int) -> None:
         self._members(node.pool).sums.add(node, sign)
