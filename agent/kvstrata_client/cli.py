@@ -1,26 +1,59 @@
 """The `kvstrata` command: runs or shows an agent, shows the fleet, checks manifests, names prefixes and readers.
 
-It also replays recorded requests, calibrates codecs on captured KV, and serves a page with dashboards and a map.
+It also looks at a cluster before an installation, says how much KV a model makes, replays recorded requests, calibrates
+codecs on captured KV, and serves a page with dashboards and a map.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Final
 
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.commands import agent, calibrate, conformance, digest, fleet, install, manifests, of_agent
+from kvstrata_client.commands import of_agent
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 """The command was understood and the answer is no, or the agent could not give one."""
 
+COMMANDS: Final = {
+    "stats": ("agent.stats_options", "tiers and counters of an agent, as JSON"),
+    "explain": ("agent.explain_options", "why a block or a session is where it is"),
+    "session": (
+        "agent.session_options",
+        "the life of one session: where its blocks are, what it read from where, waited for and left to compute",
+    ),
+    "lookup": ("agent.lookup_options", "how much of a prompt is cached, in every scope"),
+    "route-hint": (
+        "agent.route_hint_options",
+        "which nodes have most of a prompt, and which would have it soonest, in every scope",
+    ),
+    "why-miss": ("agent.why_miss_options", "why a prompt is not cached, or not all of it, in every scope"),
+    "fleet": ("fleet.options", "pools, agents, Redis and leader, as the metadata service sees them"),
+    "validate": ("manifests.validate_options", "check manifests as the API server would, without one"),
+    "who-can-read": (
+        "manifests.who_can_read_options",
+        "who may read a prefix, or the blocks of a tenant, domain or share, and why others may not",
+    ),
+    "install": ("install.options", "whether the chart will work on a cluster, and what mends what will not"),
+    "capacity": ("capacity.options", "how many bytes of KV a model makes of a token, and what a tier holds of it"),
+    "digest": ("digest.options", "digest and token count of a prefix, as YAML for a KVPrefixShare"),
+    "calibrate": ("calibrate.options", "forms for captured KV under a permitted error, as YAML for a KVPool"),
+    "conformance": (
+        "conformance.options",
+        "try a client of the protocol in another language, or an engine's own",
+    ),
+}
+"""What gives each command its options, in `commands`, and what it is for. It is imported once the command is chosen."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 for success, 1 for a failure, 2 for wrong usage."""
-    top = parser()
-    given, given_rest = top.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    top = parser(next((word for word in words if not word.startswith("-")), ""))
+    given, given_rest = top.parse_known_args(words)
     if given_rest and given.command not in of_agent.COMMANDS:
         top.error(f"unrecognized arguments: {' '.join(given_rest)}")
     given.rest = given_rest
@@ -28,25 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(run(given))
     except KvStrataError as e:
-        sys.stderr.write(f"kvstrata: {type(e).__name__}: {e}\n")
+        sys.stderr.write(f"kvstrata: {e}\n")
         sys.exit(EXIT_FAILED)
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser with every command."""
+def parser(chosen: str = "") -> argparse.ArgumentParser:
+    """Build the parser: every command by its name, the one that was chosen with its options."""
     top = argparse.ArgumentParser(prog="kvstrata", description=__doc__)
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    agent.add(commands)
-    fleet.add(commands)
-    manifests.add_validate(commands)
-    digest.add(commands)
-    calibrate.add(commands)
+    for name, (place, said) in COMMANDS.items():
+        found = commands.add_parser(name, help=said, description=f"{said[0].upper()}{said[1:]}.")
+        if name == chosen:
+            module, _, options = place.partition(".")
+            getattr(import_module(f"kvstrata_client.commands.{module}"), options)(found)
     of_agent.add(commands)
-    conformance.add(commands)
-    manifests.add_who_can_read(commands)
-    install.add(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)
     return top

@@ -178,7 +178,9 @@ def test_the_command_answers_from_the_cluster_what_agents_do(
     publish(fleet)
     monkeypatch.setenv("PATH", str(fleet.plane.kubectl_path.parent), prepend=":")
     digest = prefix_digest(SYSTEM_PROMPT).hex()
-    given = parser().parse_args(["who-can-read", digest, "--json", "--kubeconfig", str(fleet.plane.kubeconfig)])
+    given = parser("who-can-read").parse_args(
+        ["who-can-read", digest, "--json", "--kubeconfig", str(fleet.plane.kubeconfig)]
+    )
 
     assert given.run(given) == 0
     told = json.loads(capsys.readouterr().out)["readers"]

@@ -22,75 +22,86 @@ from kvstrata_client.verbs.results import Scope
 WAIT_S = 5.0
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the commands."""
-    common = _common()
-    stats = commands.add_parser("stats", parents=[common], help="tiers and counters of an agent, as JSON")
-    stats.set_defaults(run=_stats)
-    explain = commands.add_parser("explain", parents=[common], help="why a block or a session is where it is")
-    what = explain.add_mutually_exclusive_group(required=True)
+def stats_options(found: argparse.ArgumentParser) -> None:
+    """Options of `stats`."""
+    _common(found)
+    found.set_defaults(run=_stats)
+
+
+def explain_options(found: argparse.ArgumentParser) -> None:
+    """Options of `explain`."""
+    _common(found)
+    what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("--session", default="", help="a session of the token's tenant")
     what.add_argument("--digest", default="", help="a block's digest in hex; needs --scope")
     what.add_argument(
         "--tree", action="store_true", help="what the tenant has in the scope, as runs of blocks that branch"
     )
-    explain.add_argument("--scope", default="", help="of the digest or the tree; default: the one new blocks go to")
-    explain.set_defaults(run=_explain)
-    session = commands.add_parser(
-        "session",
-        parents=[common],
-        help="the life of one session: where its blocks are, what it read from where, waited for and left to compute",
-        description="What the node's agent remembers: up to 64 events of a session, the earliest first. Regret is what "
-        "the other choice between fetching and computing would have saved.",
-    )
-    session.add_argument("name", help="a session of the token's tenant")
-    session.add_argument("--json", action="store_true", help="JSON instead of a table")
-    session.set_defaults(run=_session)
-    lookup = commands.add_parser("lookup", parents=[common], help="how much of a prompt is cached, in every scope")
-    lookup.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    lookup.set_defaults(run=_lookup)
-    route = commands.add_parser(
-        "route-hint",
-        parents=[common],
-        help="which nodes have most of a prompt, and which would have it soonest, in every scope",
-        description="From the node's agent and the directory. Seconds are for an idle node: what lies in slower tiers "
-        "is fetched at the speed that this node measured of its own, the rest is computed.",
-    )
-    route.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    route.add_argument("--json", action="store_true", help="JSON instead of a table")
-    route.set_defaults(run=_route_hint)
-    why = commands.add_parser(
-        "why-miss",
-        parents=[common],
-        help="why a prompt is not cached, or not all of it, in every scope",
-        description="Names the first block of a prompt that is missing, and the decision that took it away. What was "
-        "never stored and what the token may not read have one answer.",
-    )
-    why.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    why.add_argument("--json", action="store_true", help="all of it, as JSON")
-    why.set_defaults(run=_why_miss)
+    found.add_argument("--scope", default="", help="of the digest or the tree; default: the one new blocks go to")
+    found.set_defaults(run=_explain)
 
 
-def _common() -> argparse.ArgumentParser:
+def session_options(found: argparse.ArgumentParser) -> None:
+    """Options of `session`."""
+    found.description = (
+        "What the node's agent remembers: up to 64 events of a session, the earliest first. Regret is what the other "
+        "choice between fetching and computing would have saved."
+    )
+    _common(found)
+    found.add_argument("name", help="a session of the token's tenant")
+    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    found.set_defaults(run=_session)
+
+
+def lookup_options(found: argparse.ArgumentParser) -> None:
+    """Options of `lookup`."""
+    _common(found)
+    found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    found.set_defaults(run=_lookup)
+
+
+def route_hint_options(found: argparse.ArgumentParser) -> None:
+    """Options of `route-hint`."""
+    found.description = (
+        "From the node's agent and the directory. Seconds are for an idle node: what lies in slower tiers is fetched "
+        "at the speed that this node measured of its own, the rest is computed."
+    )
+    _common(found)
+    found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    found.set_defaults(run=_route_hint)
+
+
+def why_miss_options(found: argparse.ArgumentParser) -> None:
+    """Options of `why-miss`."""
+    found.description = (
+        "Names the first block of a prompt that is missing, and the decision that took it away. What was never stored "
+        "and what the token may not read have one answer."
+    )
+    _common(found)
+    found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    found.add_argument("--json", action="store_true", help="all of it, as JSON")
+    found.set_defaults(run=_why_miss)
+
+
+def _common(found: argparse.ArgumentParser) -> None:
     """Options that choose agent, pool, identity and layout."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+    found.add_argument(
         "--socket", default=os.environ.get("KVSTRATA_SOCKET"), help=f"default: {names.socket_path('POOL')}"
     )
     token_file = os.environ.get("KVSTRATA_TOKEN_FILE")
-    common.add_argument(
+    found.add_argument(
         "--token-file",
         type=Path,
         default=Path(token_file) if token_file else None,
         help=f"default: {names.TOKEN_FILE} where it is; else the unix user counts, at an agent of kvstrata up",
     )
-    common.add_argument("--pool", default=os.environ.get("KVSTRATA_POOL"), help="pool that the agent serves")
-    common.add_argument("--layout", type=Path, help="JSON file with the fields of kvstrata_api.blocks.Layout")
-    common.add_argument("--model", help="instead of --layout, for commands that name no block: as in the pool")
-    common.add_argument("--revision")
-    common.add_argument("--dtype", default="bf16")
-    common.add_argument("--block-tokens", type=int, default=16)
-    return common
+    found.add_argument("--pool", default=os.environ.get("KVSTRATA_POOL"), help="pool that the agent serves")
+    found.add_argument("--layout", type=Path, help="JSON file with the fields of kvstrata_api.blocks.Layout")
+    found.add_argument("--model", help="instead of --layout, for commands that name no block: as in the pool")
+    found.add_argument("--revision")
+    found.add_argument("--dtype", default="bf16")
+    found.add_argument("--block-tokens", type=int, default=16)
 
 
 def _attach(given: argparse.Namespace) -> Client:

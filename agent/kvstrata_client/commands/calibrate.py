@@ -18,14 +18,12 @@ _PERMILLE_MAX: Final = 500
 _SIDES: Final = ("K", "V")
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    found = commands.add_parser(
-        "calibrate",
-        help="forms for captured KV under a permitted error, as YAML for a KVPool",
-        description="Captured KV is an array (blocks, layers, 2, heads, tokens, dim), K before V, one rank's heads: "
+def options(found: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    found.description = (
+        "Captured KV is an array (blocks, layers, 2, heads, tokens, dim), K before V, one rank's heads: "
         ".npy with bf16 as 16-bit integers, or floats; .safetensors with BF16. Leave out the first block of every "
-        "prompt: pools store it exactly. A .json that this command wrote is verified and printed again.",
+        "prompt: pools store it exactly. A .json that this command wrote is verified and printed again."
     )
     found.add_argument("file", type=Path, help="captured KV (.npy, .safetensors), or a calibration (.json)")
     found.add_argument("--error-permille", type=int, default=20, help="permitted error of the pool (default 20)")

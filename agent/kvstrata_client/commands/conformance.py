@@ -14,15 +14,13 @@ REFERENCE: Final = (sys.executable, "-m", "kvstrata_client.conformance.reference
 ANSWER_S: Final = 30.0
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    found = commands.add_parser(
-        "conformance",
-        help="try a client of the protocol in another language, or an engine's own",
-        description="Starts an agent of its own in a temporary folder (needs the extra `agent`), starts COMMAND for "
+def options(found: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    found.description = (
+        "Starts an agent of its own in a temporary folder (needs the extra `agent`), starts COMMAND for "
         "each scenario, and asks it for operations: one JSON object a line on its standard input, one answer a line on "
         "its standard output (docs/protocol.md has them). Prints a table, and as its last line one JSON object. The "
-        "exit status is 0 when every scenario passed.",
+        "exit status is 0 when every scenario passed."
     )
     found.add_argument("--scenario", action="append", choices=SCENARIOS, help="only this one; may be given again")
     found.add_argument("--list", action="store_true", help="print what each scenario demands, and end")

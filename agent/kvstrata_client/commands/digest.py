@@ -21,13 +21,11 @@ TOKENS_MAX: Final = 10_000_000
 _TARGETS: Final = ("tenant", "domain")
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    found = commands.add_parser(
-        "digest",
-        help="digest and token count of a prefix, as YAML for a KVPrefixShare",
-        description="The digest is SHA-256 over the token ids, four bytes each, least significant first. Whoever can "
-        "guess the tokens can check the guess against it.",
+def options(found: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    found.description = (
+        "The digest is SHA-256 over the token ids, four bytes each, least significant first. Whoever can "
+        "guess the tokens can check the guess against it."
     )
     found.add_argument("tokens", nargs="*", type=int, metavar="ID", help="token ids, unless another option gives them")
     found.add_argument("--tokens", dest="file", metavar="FILE", help="JSON list of token ids, - for standard input")

@@ -22,18 +22,17 @@ TIMEOUT_S: Final = 10.0
 PAGE_AGENTS: Final = 500
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    fleet = commands.add_parser("fleet", help="pools, agents, Redis and leader, as the metadata service sees them")
-    fleet.add_argument(
+def options(found: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    found.add_argument(
         "--address",
         default=os.environ.get("KVSTRATA_METADATA", ADDRESS),
         help="HOST:PORT of a metadata service; default: $KVSTRATA_METADATA or %(default)s",
     )
-    fleet.add_argument("--pool", help="only agents of this pool")
-    fleet.add_argument("--state", choices=("live", "silent", "fenced"), help="only agents in this state")
-    fleet.add_argument("--json", action="store_true", help="all of it as JSON instead of tables")
-    fleet.set_defaults(run=_fleet)
+    found.add_argument("--pool", help="only agents of this pool")
+    found.add_argument("--state", choices=("live", "silent", "fenced"), help="only agents in this state")
+    found.add_argument("--json", action="store_true", help="all of it as JSON instead of tables")
+    found.set_defaults(run=_fleet)
 
 
 def _fleet(given: argparse.Namespace) -> int:

@@ -84,15 +84,13 @@ class Release:
         return found
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    found = commands.add_parser(
-        "install",
-        help="whether the chart will work on a cluster, and what mends what will not",
-        description="Looks at the cluster of the kubeconfig and changes nothing; `helm install` installs. Exit status: "
-        "0 when all is well, 1 when something will not work, 2 for wrong usage.",
-        epilog=f"example: kvstrata install --check -f {CHART}/values-quickstart.yaml",
+def options(found: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    found.description = (
+        "Looks at the cluster of the kubeconfig and changes nothing; `helm install` installs. Exit status: 0 when all "
+        "is well, 1 when something will not work, 2 for wrong usage."
     )
+    found.epilog = f"example: kvstrata install --check -f {CHART}/values-quickstart.yaml"
     found.add_argument("--check", action="store_true", required=True, help="look, and change nothing")
     found.add_argument(
         "-f", "--values", action="append", default=[], metavar="FILE", help="values for Helm; later ones win"

@@ -28,9 +28,8 @@ M = TypeVar("M", bound=ApiModel)
 _RESOURCES: Final = "kvtenants.kvstrata.io,kvtrustdomains.kvstrata.io,kvprefixshares.kvstrata.io,namespaces"
 
 
-def add_validate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    found = commands.add_parser("validate", help="check manifests as the API server would, without one")
+def validate_options(found: argparse.ArgumentParser) -> None:
+    """Options of `validate`."""
     found.add_argument(
         "-f",
         "--filename",
@@ -83,13 +82,9 @@ def _files(sources: list[str]) -> Iterator[Path]:
             yield path
 
 
-def add_who_can_read(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    found = commands.add_parser(
-        "who-can-read",
-        help="who may read a prefix, or the blocks of a tenant, domain or share, and why others may not",
-        description="Answers from what is declared, as agents do; it asks no agent and sees no blocks.",
-    )
+def who_can_read_options(found: argparse.ArgumentParser) -> None:
+    """Options of `who-can-read`."""
+    found.description = "Answers from what is declared, as agents do; it asks no agent and sees no blocks."
     what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("digest", nargs="?", help="digest of a shared prefix, as in a KVPrefixShare")
     what.add_argument("--tenant", help="whatever this tenant stores")

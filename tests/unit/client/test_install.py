@@ -164,5 +164,5 @@ def test_later_values_win_and_keep_what_they_do_not_name(first: Json, second: Js
 
 def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parser().parse_args(["install"])
+        parser("install").parse_args(["install"])
     assert "--check" in capsys.readouterr().err

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 def run(*arguments: str) -> int:
-    given_ = parser().parse_args(arguments)
+    given_ = parser(arguments[0]).parse_args(arguments)
     code: int = given_.run(given_)
     return code
 
@@ -39,7 +39,7 @@ def fails(*arguments: str) -> str:
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
 def test_the_digest_of_ids_is_what_clients_compare(ids: list[int]) -> None:
-    given_ = parser().parse_args(["digest", *map(str, ids)])
+    given_ = parser("digest").parse_args(["digest", *map(str, ids)])
     from kvstrata_client.commands.digest import _tokens
 
     assert prefix_digest(_tokens(given_)) == prefix_digest(ids)
