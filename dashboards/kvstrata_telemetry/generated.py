@@ -1,6 +1,7 @@
-"""Files that are made from code, written by `--write` and compared by `--check`: how that is done, and docs/metrics.md.
+"""Files that are made from code, written by `--write` and compared by `--check`: how that is done, and some of them.
 
-`python -m kvstrata_telemetry.generated --write | --check` makes the page; the other generators use `run`.
+`python -m kvstrata_telemetry.generated --write | --check` makes docs/metrics.md, docs/logs.md and docs/conditions.md;
+the other generators use `run`.
 """
 
 import argparse
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from kvstrata_api.reasons import COMMANDS, REASONS, Reason, stated
 from kvstrata_api.trace_context import SHARED_ATTRIBUTES
 from kvstrata_telemetry.catalog import BY_PROCESS, PEERS, SPANS
 from kvstrata_telemetry.log_events import EVENTS
@@ -85,6 +87,18 @@ fields below. An error with a traceback is a defect of ours, unless it says othe
 |---|---|---|---|---|
 """
 
+_CONDITIONS_HEAD: Final = """\
+# Conditions and reasons
+
+Made from `crds/kvstrata_api/reasons.py` by `make generate`; a test holds it to the code. Every condition has a message
+with names and numbers: `kubectl get KIND NAME -o yaml`.
+
+*good*: as it should be. *passing*: healthy objects go through it, and it is bad news only when it lasts. *echo*:
+another condition has the cause. *warning*: it works, otherwise than was asked for. *broken*: something does not work. In
+commands NAME and NAMESPACE are the object's, POOL and NODE those that it names, SYSTEM is the namespace of the release,
+CHART the chart as it was installed.
+"""
+
 
 def drift(wanted: Files) -> tuple[Path, ...]:
     """Paths whose content differs from what is wanted, absent ones included."""
@@ -159,9 +173,28 @@ def _log_rows() -> Iterator[str]:
         yield f"| {event.event} | {level} | {', '.join(event.processes)} | {fields} | {event.help} |\n"
 
 
+def conditions_text() -> str:
+    """The page of conditions, a table for each kind."""
+    kinds = dict.fromkeys(reason.kind for reason in REASONS)
+    return "".join([_CONDITIONS_HEAD, *(part for kind in kinds for part in _condition_rows(kind))])
+
+
+def _condition_rows(kind: str) -> Iterator[str]:
+    yield f"\n## {kind}\n\n| reason | conditions | weight | what it means | what to do |\n|---|---|---|---|---|\n"
+    for reason in REASONS:
+        if reason.kind == kind:
+            where = ", ".join(f"{type_} {status}" for type_, status in stated(reason))
+            yield f"| `{reason.reason}` | {where} | {reason.weight} | {reason.help} | {_mend(reason)} |\n"
+
+
+def _mend(reason: Reason) -> str:
+    return f"`{reason.mend}`" if reason.mend.startswith(COMMANDS) else reason.mend
+
+
 def metric_files() -> Files:
     """The pages by their paths."""
-    return {ROOT / "docs" / "metrics.md": text(), ROOT / "docs" / "logs.md": logs_text()}
+    docs = ROOT / "docs"
+    return {docs / "metrics.md": text(), docs / "logs.md": logs_text(), docs / "conditions.md": conditions_text()}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstrata_api.models.conditions import Condition, Status, find, merge
+from kvstrata_api.reasons import TRUE_IS_BAD
 from kvstrata_operator.decide.plan.actions import Note, Severity
 from kvstrata_operator.observe.records import Declared
-
-_BAD_WHEN_TRUE: Final = frozenset({"Degraded", "Expired", "OverQuota"})
-"""Types whose True is bad news; of all others it is False."""
 
 _QUIET_TYPES: Final = frozenset({"Progressing", "Provisioned"})
 """Types whose flips people see in Ready already."""
@@ -93,7 +91,7 @@ def _deserves_event(before: Condition | None, after: Condition) -> bool:
 
 
 def _is_bad(condition: Condition) -> bool:
-    return condition.status is (Status.TRUE if condition.type in _BAD_WHEN_TRUE else Status.FALSE)
+    return condition.status is (Status.TRUE if condition.type in TRUE_IS_BAD else Status.FALSE)
 
 
 def _note(declared: Declared[Any], condition: Condition) -> Note:
