@@ -94,7 +94,7 @@ Made from `crds/kvstrata_api/reasons.py` by `make generate`; a test holds it to 
 with names and numbers: `kubectl get KIND NAME -o yaml`.
 
 *good*: as it should be. *passing*: healthy objects go through it, and it is bad news only when it lasts. *echo*:
-another condition has the cause. *warning*: it works, otherwise than was asked for. *broken*: something does not work. In
+another condition has the cause. *warning*: it works, otherwise than was asked for. *broken*: something does not. In
 commands NAME and NAMESPACE are the object's, POOL and NODE those that it names, SYSTEM is the namespace of the release,
 CHART the chart as it was installed.
 """
