@@ -1,4 +1,4 @@
-"""Brings the chart up to date with the rest of the tree: CRDs, dashboards, alerts, Redis rights, table of values.
+"""Brings the chart up to date with the rest of the tree: CRDs, dashboards, examples, rights in Redis, words of values.
 
 `hack/sync_chart.py --write | --check`
 """
@@ -27,6 +27,8 @@ def files() -> generated.Files:
         **copies,
         CHART / "files" / "redis-acl.yaml": acl_rules(),
         CHART / "README.md": chart_readme.text(CHART),
+        CHART / "values.yaml": chart_readme.values(CHART),
+        **_examples(),
     }
 
 
@@ -38,8 +40,16 @@ def acl_rules() -> str:
 
 def strays(wanted: Iterable[Path]) -> tuple[Path, ...]:
     """Copies in the chart whose original is gone."""
-    held = [*CHART.glob("files/crds/*"), *CHART.glob("files/dashboards/*")]
+    examples = (path for path in CHART.glob("examples/**/*") if path.is_file())
+    held = [*CHART.glob("files/crds/*"), *CHART.glob("files/dashboards/*"), *examples]
     return tuple(sorted(set(held) - set(wanted)))
+
+
+def _examples() -> generated.Files:
+    """Manifests of every example, for those who have the chart and not this tree; no values of other charts."""
+    source = generated.ROOT / "examples"
+    paths = [path for path in sorted(source.glob("*/*.yaml")) if path.stem[0].isdigit()]
+    return {CHART / "examples" / path.relative_to(source): path.read_text(encoding="utf-8") for path in paths}
 
 
 def _copies(source: Path, pattern: str, target: Path) -> dict[Path, str]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.commands import agent, calibrate, conformance, digest, fleet, manifests, of_agent
+from kvstrata_client.commands import agent, calibrate, conformance, digest, fleet, install, manifests, of_agent
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     of_agent.add(commands)
     conformance.add(commands)
     manifests.add_who_can_read(commands)
+    install.add(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)
     return top

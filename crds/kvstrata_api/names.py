@@ -34,6 +34,8 @@ LABEL_SCOPE: Final = f"{GROUP}/scope"
 """On scope Secrets: `tenant`, `domain` or `share`; agents list Secrets by the presence of this label."""
 LABEL_REVISION: Final = f"{GROUP}/revision"
 """On pods of agents: digest of the template that they were made from."""
+LABEL_PAGES: Final = f"{GROUP}/pages"
+"""On pods of agents whose memory tiers have small pages although their pool wants huge ones: `4Ki`."""
 ANNOTATION_DIGEST: Final = f"{GROUP}/digest"
 """On what the operator makes: digest of it as it was made, for the API server fills in defaults."""
 ANNOTATION_OWNER_UID: Final = f"{GROUP}/uid"
@@ -82,6 +84,9 @@ REDIS_MEMORY_VARIABLE: Final = "KVSTRATA_MAXMEMORY"
 AGENT_CONTAINER: Final = "agent"
 """Container of the template that gets the directories and the memory of a pool's tiers."""
 
+FOLDERS_CONTAINER: Final = "folders"
+"""Init container of the template that gives folders which the kubelet has made to the agent's user."""
+
 LABEL_CHARS_MAX: Final = 63
 """RFC 1123 labels and label values."""
 
@@ -128,6 +133,11 @@ def socket_path(pool: str) -> str:
 def agents_name(pool: str) -> str:
     """Name the DaemonSet of a pool's agents, and its PodDisruptionBudget."""
     return f"kvstrata-agent-{pool}"
+
+
+def small_agents_name(pool: str) -> str:
+    """Name the DaemonSet of a pool's agents on nodes that lack its huge pages; no other pool's has this name."""
+    return f"kvstrata-agent4ki-{pool}"
 
 
 def scope_secret_name(kind: str, name: str) -> str:

@@ -353,7 +353,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_peer_fetch_duration_seconds", Kind.HISTOGRAM, "Time of one batch from one owner, lease included.",
-        ("pool", "node"), _AGENT_S,
+        ("pool", "node"), _AGENT_S, values={},
     ),
     Metric(
         "kvstrata_handover_blocks", Kind.GAUGE,

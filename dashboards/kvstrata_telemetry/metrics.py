@@ -34,7 +34,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     """Upper bounds, for histograms, in the metric's base unit."""
     values: Mapping[str, tuple[str, ...]] | None = None
-    """Of a counter that is there before its first event: all values of labels that `Instruments.begin` is not told."""
+    """Of one that is there before its first event: all values of labels that `Instruments.begin` is not told."""
 
 
 def index(metrics: Iterable[Metric]) -> dict[str, Metric]:
@@ -67,13 +67,13 @@ class Instruments:
         return self._get(name, Kind.HISTOGRAM, labels)  # type: ignore[no-any-return]
 
     def begin(self, **labels: str) -> None:
-        """Show counters of these labels at 0: a rate does not see the event that a series begins with."""
+        """Show what counts events of these labels at 0: a rate does not see the event that a series begins with."""
         for metric in self._metrics.values():
             values = metric.values
             if values is None or labels.keys() | values.keys() != set(metric.labels):
                 continue
             for combination in product(*values.values()):
-                self.counter(metric.name, **labels, **dict(zip(values, combination, strict=True)))
+                self._get(metric.name, metric.kind, {**labels, **dict(zip(values, combination, strict=True))})
 
     def forget(self, name: str, **labels: str) -> None:
         """Remove one series of a labelled metric, for what it speaks of is gone. Harmless when there is none."""

@@ -97,6 +97,7 @@ def started(
             say("engines are done")
             if beside:
                 beside.work()
+            erase(world, "beta")
             time.sleep(_SETTLE_S)
             yield Run(server, started_s, time.time(), world, (*_served(world), *more), work.loaded_tokens)
 
@@ -125,17 +126,15 @@ class Work:
             for session in range(sessions):
                 client.open_session(f"s{session}")
                 PrefixCache(client).store(_tokens(session), self._data, session=f"s{session}")
-            for _ in range(rounds):
+            for number in range(rounds):
                 for session in range(sessions):
                     _turn(client, session)
-                self._others()
+                self._others(2 * number % sessions)
         self._world.join_domain()
         self._share(sessions)
         self._hand_over(sessions + 1)
         flush(self._world, "cxl")
-        retain(self._world, "alpha", seconds=1)
-        erase(self._world, "beta")
-        self._world.kill_agent(NODES[1])
+        retain(self._world, "beta", seconds=1)
 
     @contextmanager
     def _engine(self, tenant: str, node: str) -> Iterator[Client]:
@@ -145,10 +144,10 @@ class Work:
             for place, blocks in client.counters.loaded_blocks.items():
                 self.loaded_tokens[tenant, place] += blocks * LAYOUT.block_tokens
 
-    def _others(self) -> None:
+    def _others(self, first: int) -> None:
         """The same tenant on the other node, another tenant with equal prompts, and a stranger."""
         with self._engine("alpha", NODES[1]) as client:
-            for session in range(2):
+            for session in (first, first + 1):
                 _turn(client, session)
         with self._engine("beta", NODES[0]) as client:
             _turn(client, 0)
@@ -166,9 +165,9 @@ class Work:
     def _hand_over(self, session: int) -> None:
         """A prompt is read on one node while it is computed on the other; the next one is given up half-way."""
         with self._engine("alpha", NODES[0]) as ours, self._engine("alpha", NODES[1]) as theirs:
-            self._follow(ours, theirs, _tokens(session), LAYOUT.layers)
-            with suppress(LeaseLostError):
-                self._follow(ours, theirs, _tokens(session + 1), LAYOUT.layers // 2)
+            for prompt, layers in ((session, LAYOUT.layers), (session + 1, LAYOUT.layers // 2)):
+                with suppress(LeaseLostError):  # As for an engine, which computes then.
+                    self._follow(ours, theirs, _tokens(prompt), layers)
 
     def _follow(self, ours: Client, theirs: Client, tokens: Tokens, layers: int) -> None:
         """Write so many layers, and read each of them at once. Raises `LeaseLostError` when that is not all."""

@@ -12,7 +12,7 @@ from threats.raw_caller import RawCaller
 
 from controlplane.ports import free_ports
 from drawing.sample_run import SCRAPE_S
-from kvstrata import PrefixCache
+from kvstrata import NO_TOKEN, Client, PrefixCache, Target
 from kvstrata_api import wire
 from support.agent.machine import (
     ARCHIVE,
@@ -26,7 +26,7 @@ from support.agent.machine import (
     object_store_refuses,
     pool_of,
 )
-from support.agent.standalone import LAYOUT, Json, Up, content, tokens
+from support.agent.standalone import LAYOUT, WAIT_S, Json, Up, content, tokens
 from support.backends.s3_faults import faulty_s3
 from support.backends.s3_gateway import s3_gateway
 
@@ -72,7 +72,7 @@ class Beside:
 
     def _keep_little(self) -> None:
         """More than memory holds goes to where an error is permitted, and is read again."""
-        with self.lossy.client() as client:
+        with engine_of(self.lossy) as client:
             engine = Engine(self.machine, PrefixCache(client))
             for _ in range(PREFIXES):
                 engine.store()
@@ -85,12 +85,12 @@ class Beside:
             granted = careless.ask(wire.Attach(1, "", up.pool, LAYOUT))
             assert isinstance(granted, wire.Granted), granted
             careless.ask(wire.Release(2, (12345,)))
-        with up.client() as client:
+        with engine_of(up) as client:
             assert client.reserve(chain(client, next(self.machine.seeds), 1))
 
     def _wait_for_the_archive(self) -> None:
         """The object store becomes slow: prefixes that lie there alone are asked for all at once."""
-        with self.slow.client() as client:
+        with engine_of(self.slow) as client:
             cache = PrefixCache(client)
             for seed in range(PREFIXES):
                 cache.store(tokens(seed, EIGHTH), content(seed, EIGHTH))
@@ -102,8 +102,13 @@ class Beside:
             self.machine.s3.delay_s = 0.0
 
     def _load(self, seed: int) -> None:
-        with self.slow.client() as client:
+        with engine_of(self.slow) as client:
             PrefixCache(client).load(tokens(seed, EIGHTH), deadline_s=PATIENCE_S)
+
+
+def engine_of(up: Up) -> Client:
+    """As engines have it: what goes wrong is a miss."""
+    return Client.attach(Target(up.socket, up.pool, NO_TOKEN, LAYOUT), wait_s=WAIT_S)
 
 
 @contextmanager

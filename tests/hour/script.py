@@ -25,7 +25,7 @@ RATE_INTERVAL_S: Final = 4.0
 COUNTERS: Final = frozenset(name for name, metric in BY_NAME.items() if metric.kind is Kind.COUNTER)
 UNSEEN: Final = {"kvstrata.send": "blocks of other nodes are read by NIXL, not sent (test_peer_listener)"}
 """Spans that are not sent here, each with the reason."""
-SESSIONS, ROUNDS = 12, 2
+SESSIONS, ROUNDS = 12, 3
 """Prefixes of 32 MiB: more than DRAM (256 MiB) and CXL (64 MiB) hold, and more than the quotas."""
 
 

@@ -12,6 +12,7 @@ from node.fleet import ARCHIVES, IMAGES, LONG_S, ROOT, TEAMS, Fleet
 import nodes
 from nodes.provisioning import HUGE_PAGES
 from nodes.starting import missing
+from support.runner import leftovers
 
 TRANSCRIPT = ROOT / "build" / "test-node.log"
 
@@ -24,7 +25,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nodes.Cluster]
     archives = [IMAGES / f"{name}.tar" for name in ARCHIVES.values()]
     if absent := [path.name for path in archives if not path.exists()]:
         pytest.skip(f"{IMAGES} lacks {', '.join(absent)}: make images")
-    with nodes.start(tmp_path_factory.mktemp("nodes"), nodes=2, huge_pages=manifests.HUGE_PAGES) as cluster:
+    leftovers.share()  # It serves every file of these tests.
+    try:
+        started = nodes.start(tmp_path_factory.mktemp("nodes"), nodes=2, huge_pages=manifests.HUGE_PAGES)
+    finally:
+        leftovers.unshare()
+    with started as cluster:
         for archive in archives:
             cluster.load_image(archive)
         yield cluster

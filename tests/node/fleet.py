@@ -35,6 +35,7 @@ class Fleet:
         """Write to `transcript`; `folder` is for files that commands read."""
         self.cluster = cluster
         self._transcript = transcript
+        self.folder = folder
         self._values = folder / "values.json"
         self._began_s = time.monotonic()
 

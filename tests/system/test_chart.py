@@ -11,6 +11,7 @@ import yaml
 from controlplane.assets import find_tool
 from kvstrata_agent.app import config as agent_config
 from kvstrata_api import names
+from kvstrata_api.validate import validate
 from kvstrata_metadata.service import main as metadata_app
 from kvstrata_node import config as prepare_config
 from kvstrata_operator.app import options as operator_options
@@ -19,11 +20,14 @@ from support.kube.chart_values import (
     CASES,
     CHART,
     EVERYTHING,
+    EXTRA,
     KEK_VOLUME,
     NAMESPACE,
+    QUICKSTART,
     ROOT,
     WORKLOADS,
     Object,
+    foreign,
     helm,
     of_kind,
     render,
@@ -76,6 +80,8 @@ REFUSED: tuple[tuple[Object, str], ...] = (
     ({"kek": {"file": "/keks"}}, "/kek/file"),
     ({"kek": {"volume": {"hostPath": {"path": "/"}}}}, "/kek/volume': additional properties 'hostPath' not allowed"),
     ({"kek": {"volume": {"secret": {"secretName": "s"}}}}, "kek.file is missing"),
+    ({"quickstart": {"memory": "256MB"}}, "/quickstart/memory"),
+    ({"admissionPolicies": {"agentImages": "Any"}}, "/admissionPolicies/agentImages"),
     ({"unknown": 1}, "additional properties 'unknown' not allowed"),
     ({"redis": {"existingSecrets": {"agent": "a"}}}, "redis.existingSecrets.agent needs redis.mode External"),
 )
@@ -256,6 +262,54 @@ def test_operator_and_agents_read_their_keks_from_the_file_that_the_values_name(
         assert volumes == ([{"name": "kek", **KEK_VOLUME}] if is_reader else [])
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "As it is no KVPool gets agents"),
+        ({"admissionPolicies": {"agentImages": "Tag"}}, "whoever can push it decides"),
+        ({"admissionPolicies": {"enabled": False}}, "whoever can push it decides"),
+        ({"agent": {"image": {"digest": "sha256:" + "1" * 64}}}, ""),
+    ],
+)
+def test_notes_warn_of_an_agent_image_without_digest(values: Object, words: str) -> None:
+    done = helm("install", "kvstrata", str(CHART), "--dry-run=client", "-n", NAMESPACE, values=values)
+
+    assert done.returncode == 0, done.stderr
+    assert (words in done.stdout) if words else ("WARNING" not in done.stdout)
+
+
+def test_the_quickstart_s_objects_are_accepted_and_named_in_the_notes() -> None:
+    ours = [o for o in render(QUICKSTART) if o["apiVersion"] == names.API_VERSION]
+    done = helm("install", "kvstrata", str(CHART), "--dry-run=client", "-n", NAMESPACE, values=QUICKSTART)
+
+    assert {o["kind"] for o in ours} == {"KVPool", "KVTrustDomain", "KVTenant"}
+    for found in ours:
+        assert not validate(found)
+    assert "KVPool demo and KVTenant demo were made with the release" in done.stdout
+
+
+def test_every_part_takes_what_its_values_add() -> None:
+    objects = render(CASES["extras"])
+    found = {
+        o["metadata"]["name"]: o["spec"]["template"] for o in [*workloads(objects), *of_kind(objects, "DaemonSet")]
+    }
+    plain = {o["metadata"]["name"]: o["spec"]["template"] for o in workloads(render({}))}
+
+    assert found.keys() == {
+        "kvstrata-operator", "kvstrata-metadata", "kvstrata-redis", "kvstrata-agent-llama-70b", "kvstrata-node",
+    }  # fmt: skip
+    for name, pod in found.items():
+        (container,) = pod["spec"]["containers"]
+        assert EXTRA["podAnnotations"].items() <= pod["metadata"]["annotations"].items()
+        assert EXTRA["extraEnv"][0] in container["env"]
+        assert EXTRA["extraVolumes"][0] in pod["spec"]["volumes"]
+        assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
+        assert pod["spec"]["priorityClassName"] == "high"
+        if name == "kvstrata-redis":  # What is in its pods already restarts it, and nothing else does.
+            checksum = "checksum/config"
+            assert pod["metadata"]["annotations"][checksum] == plain[name]["metadata"]["annotations"][checksum]
+
+
 def test_crds_are_kept_when_the_release_goes_and_are_all_there() -> None:
     crds = of_kind(render({}), "CustomResourceDefinition")
     originals = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))]
@@ -290,7 +344,7 @@ def test_the_catalogue_is_told_of_every_custom_resource_and_every_image() -> Non
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES.keys())
 def test_every_built_in_object_meets_the_published_schemas_without_a_server(values: Object) -> None:
-    builtin = [o for o in render(values) if "coreos.com" not in o["apiVersion"]]
+    builtin = [o for o in foreign(render(values)) if "coreos.com" not in o["apiVersion"]]
 
     for found in builtin:
         kubernetes_validate.validate(found, SCHEMAS, strict=True)

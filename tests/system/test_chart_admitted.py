@@ -10,7 +10,7 @@ from controlplane import ApiError, ControlPlane, KubectlError, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from support.kube.chart_agents import redis_set
-from support.kube.chart_values import CASES, NAMESPACE, Object, of_kind, render
+from support.kube.chart_values import CASES, NAMESPACE, Object, foreign, of_kind, render
 
 pytestmark = pytest.mark.system
 
@@ -27,13 +27,14 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES.keys())
 def test_a_real_api_server_takes_every_object_as_it_is(plane: ControlPlane, values: Object) -> None:
-    objects = yaml.safe_dump_all(render(values))
+    objects = foreign(render(values))
 
     said = plane.kubectl(
-        "apply", "--server-side", "--dry-run=server", "--validate=strict", "--force-conflicts", "-f", "-", stdin=objects
-    )
+        "apply", "--server-side", "--dry-run=server", "--validate=strict", "--force-conflicts", "-f", "-",
+        stdin=yaml.safe_dump_all(objects),
+    )  # fmt: skip
 
-    assert len(said.splitlines()) == len(render(values))
+    assert len(said.splitlines()) == len(objects)
     assert all(line.endswith("serverside-applied (server dry run)") for line in said.splitlines())
 
 

@@ -186,3 +186,28 @@ def test_crds_that_somebody_else_applies_are_upgraded_by_the_command_of_the_read
     assert wait_until(lambda: is_applied(plane, tenant(weight=300)), SERVED_S)
     helm("uninstall", "--cascade", "background")
     assert "kvtenants.kvstrata.io" in plane.kubectl("get", "crd", "-o", "name")
+
+
+def test_the_quickstart_s_pool_is_made_once_and_outlives_upgrades_and_the_release(
+    plane: ControlPlane, helm: Helm
+) -> None:
+    quickstart = ("-f", CHART / "values-quickstart.yaml")
+    pool = f"/apis/{names.API_VERSION}/kvpools/demo"
+
+    def uid() -> str:
+        return str(plane.api.get(pool)["metadata"]["uid"])
+
+    helm("install", CHART, "--create-namespace", *quickstart)
+    first = uid()
+    assert plane.api.get(f"{TENANTS}/demo")["spec"]["trustDomain"] == "demo"
+    plane.kubectl("patch", "kvpool", "demo", "--type=merge", "-p", '{"spec": {"paused": true}}')
+    helm("upgrade", CHART, *quickstart)
+    helm("upgrade", CHART)
+    helm("uninstall", "--cascade", "background")
+
+    assert uid() == first
+    plane.kubectl("wait", "--for=delete", f"namespace/{names.CA_NAMESPACE}", f"--timeout={REMOVED_S:.0f}s")
+    helm("install", CHART, *quickstart)
+    assert uid() == first
+    assert plane.api.get(pool)["spec"]["paused"]
+    helm("uninstall", "--cascade", "background")

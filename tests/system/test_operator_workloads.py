@@ -138,12 +138,33 @@ def test_a_pool_alone_gets_agents_and_an_upgrade_rolls_over_them(cluster: Cluste
     cluster.sees(lambda: cluster.get(budget) is None)
 
 
-def test_pages_that_no_node_has_are_told_in_the_scheduler_s_words(cluster: Cluster) -> None:
-    pool = declare(cluster, "greedy", tiers=[tier(size="32Gi")])
+def told_of(cluster: Cluster, pool: str, type_: str) -> tuple[str, str]:
+    """Reason and message of a condition of a pool; empty before there is one."""
+    found = [c for c in conditions(cluster, pool) if c["type"] == type_]
+    return (found[0]["reason"], found[0]["message"]) if found else ("", "")
+
+
+def test_pages_that_no_node_has_are_memory_instead_and_are_told(cluster: Cluster) -> None:
+    pool = declare(cluster, "greedy", tiers=[tier(size="32Gi", hostDRAM={"pageSize": "2Mi"})])
+    assert wait_until(lambda: ready(cluster, pool), WAIT_S), status_of(cluster, pool)
+
+    reason, message = told_of(cluster, pool, "Provisioned")
+    assert reason == "Provisioned"
+    assert f"{len(NODES)} of {len(NODES)} nodes have pages of 4Ki" in message
+    assert "its kubelet offers 8Gi of hugepages-2Mi, 32Gi wanted" in message
+    for found in pods(cluster, pool):
+        assert "hugepages-2Mi" not in found["spec"]["containers"][0]["resources"]["limits"]
+    cluster.plane.kubectl("delete", "kvpool", pool, "--timeout=90s")
+    gone = f"/apis/apps/v1/namespaces/{SYSTEM}/daemonsets/{names.small_agents_name(pool)}"
+    assert wait_until(lambda: cluster.get(gone) is None and not pods(cluster, pool), WAIT_S)
+
+
+def test_memory_that_no_node_has_is_told_in_the_scheduler_s_words(cluster: Cluster) -> None:
+    pool = declare(cluster, "greedier", tiers=[tier(size="128Gi", hostDRAM={"pageSize": "4Ki"})])
 
     def is_told() -> bool:
-        (told,) = [c for c in conditions(cluster, pool) if c["type"] == "Provisioned"] or [{}]
-        return told.get("reason") == "AgentsNotRunning" and "Insufficient hugepages-2Mi" in told["message"]
+        reason, message = told_of(cluster, pool, "Provisioned")
+        return reason == "AgentsNotRunning" and "Insufficient memory" in message
 
     assert wait_until(is_told, WAIT_S), status_of(cluster, pool)
     cluster.plane.kubectl("delete", "kvpool", pool, "--timeout=90s")

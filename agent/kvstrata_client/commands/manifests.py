@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,19 +12,19 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from kvstrata_api import readers
-from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnsupportedError
+from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ApiModel
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.names import GROUP
 from kvstrata_api.readers import Reader
 from kvstrata_api.shares import Declared
 from kvstrata_api.validate import parse_as, validate
-from kvstrata_client.commands import table
+from kvstrata_client.commands import kubectl, table
+from kvstrata_client.commands.kubectl import Kubectl
 
 Json = Mapping[str, Any]
 M = TypeVar("M", bound=ApiModel)
 
-KUBECTL_TIMEOUT_S: Final = 30.0
 _RESOURCES: Final = "kvtenants.kvstrata.io,kvtrustdomains.kvstrata.io,kvprefixshares.kvstrata.io,namespaces"
 
 
@@ -98,8 +96,7 @@ def add_who_can_read(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     what.add_argument("--domain", help="what members of this domain share")
     what.add_argument("--share", metavar="NAMESPACE/NAME", help="one KVPrefixShare")
     found.add_argument("-f", "--filename", action="append", metavar="FILE", help="manifests instead of a cluster")
-    found.add_argument("--kubeconfig", help="of the cluster; default: what kubectl uses")
-    found.add_argument("--context", help="of the kubeconfig")
+    kubectl.add_options(found)
     found.add_argument("--at", help="time to answer for, RFC 3339; default: now")
     found.add_argument("--json", action="store_true", help="JSON instead of a table")
     found.set_defaults(run=_who_can_read)
@@ -162,23 +159,8 @@ def _manifests(given: argparse.Namespace) -> Iterator[Json]:
 
 
 def _cluster(given: argparse.Namespace) -> list[Json]:
-    """Ask the API server through kubectl, under the user's own rights.
-
-    Raises `UnsupportedError` without kubectl, `ApiServerAwayError` when it has no answer.
-    """
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        raise UnsupportedError("kubectl is not in PATH; give manifests with -f instead")
-    places = [f"--{o}={v}" for o, v in (("kubeconfig", given.kubeconfig), ("context", given.context)) if v]
-    command = [kubectl, *places, "get", _RESOURCES, "--all-namespaces", "--output=json"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S, check=True)
-        found: Json = json.loads(done.stdout)
-    except subprocess.CalledProcessError as e:
-        raise ApiServerAwayError(f"kubectl: {e.stderr.strip()[:500]}") from e
-    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
-        raise ApiServerAwayError(f"kubectl: {e}") from e
-    return [found]
+    """Ask the API server; raises what `Kubectl` raises."""
+    return [Kubectl.of(given, "give manifests with -f instead").get(_RESOURCES, "--all-namespaces")]
 
 
 def _moment(text: str | None) -> datetime:

@@ -88,6 +88,11 @@ affinity:
 {{- end }}
 {{- end }}
 
+{{/* What the values add to a container of a part: (list .Values.operator "extraEnv"). Nothing where they add nothing. */}}
+{{- define "kvstrata.extra" -}}
+{{- with index (index . 0) (index . 1) }}{{ toYaml . }}{{ end -}}
+{{- end }}
+
 {{/* Arguments that all processes take. */}}
 {{- define "kvstrata.commonArgs" -}}
 - --log-level={{ .Values.logLevel }}
@@ -165,4 +170,42 @@ metadata:
 spec:
   policyName: {{ index . 1 }}
   validationActions: [Deny]
+{{- end }}
+
+{{/* Command that gives folders to the agents' user, as a list: isolated from the environment and the working directory. */}}
+{{- define "kvstrata.foldersCommand" -}}
+{{- list "python3" "-I" "-m" "kvstrata_node.folders" | toJson -}}
+{{- end }}
+
+{{/* What an agent's image must match, as CEL of container `c`: its digest, or with agentImages: Tag a tag of the chart's repository. */}}
+{{- define "kvstrata.agentImageRule" -}}
+c.image.matches("@sha256:[0-9a-f]{64}$")
+{{- if eq .Values.admissionPolicies.agentImages "Tag" }} || c.image.startsWith({{ printf "%s:" (regexReplaceAll "[:@][^/]*$" (include "kvstrata.image" (list . .Values.agent.image)) "") | toJson }})
+{{- end }}
+{{- end }}
+
+{{/* The same for people. */}}
+{{- define "kvstrata.agentImageMessage" -}}
+{{- if eq .Values.admissionPolicies.agentImages "Tag" -}}
+an agent's image is one of the repository that the chart names
+{{- else -}}
+an agent's image is named by its digest, repository@sha256:...: set agent.image.digest, or admissionPolicies.agentImages=Tag
+{{- end -}}
+{{- end }}
+
+{{/* True when the cluster has this object of a kind of ours already: (list $ "KVPool" "demo"). */}}
+{{- define "kvstrata.exists" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Capabilities.APIVersions.Has (printf "kvstrata.io/v1alpha1/%s" (index . 1)) -}}
+{{- if lookup "kvstrata.io/v1alpha1" (index . 1) "" (index . 2) }}true{{ end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Metadata of what is made once, after all else, and is nobody's but the administrator's then. */}}
+{{- define "kvstrata.onceOnly" -}}
+labels:
+  {{- include "kvstrata.labels" . | nindent 2 }}
+annotations:
+  helm.sh/hook: post-install
+  helm.sh/hook-delete-policy: hook-failed
 {{- end }}

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 
 from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.decide.pools.placement import Picked, Placement, Rules, rules_of, scales_of
-from kvstrata_operator.decide.pools.pool_facts import PoolPods, PoolSums, Tally, is_serving, judge, memory_bytes
+from kvstrata_operator.decide.pools.pool_facts import (
+    PoolPods,
+    PoolSums,
+    Tally,
+    is_serving,
+    judge,
+    memory_bytes,
+    pages_bytes,
+    pages_lacking,
+)
 from kvstrata_operator.decide.pools.reconcile import Difference, is_plain
 from kvstrata_operator.decide.trust.tenant_usage import Asked, Held
 from kvstrata_operator.observe import kinds
@@ -63,6 +72,10 @@ class Members:
     """Pods of its agents, where we run them."""
     idle: set[str] = field(default_factory=set)
     """Nodes of the placement whose agent does not serve from a pod of ours."""
+    pages: Mapping[str, int] = field(default_factory=dict)
+    """Huge pages that its tiers want on each node, in bytes, by the name of the resource."""
+    small: dict[str, str] = field(default_factory=dict)
+    """Nodes of the placement that lack huge pages of the pool, and what they lack."""
     placement: Placement | None = None
     """None while the pool is refused, unreadable or on its way out."""
     picked: Picked = field(default_factory=Picked)
@@ -166,7 +179,7 @@ class FleetFacts:
         for name in [*self.pools]:
             members = self.pools[name]
             members.placement, members.picked = None, Picked()
-            members.difference, members.tally, members.idle = Difference(), Tally(), set()
+            members.difference, members.tally, members.idle, members.small = Difference(), Tally(), set(), {}
             if not members.seen and not members.pods.by_node and name not in self._rules.placed:
                 del self.pools[name]
         for name in self._rules.placed:
@@ -202,10 +215,13 @@ class FleetFacts:
     def _resettle(self, pool: str) -> None:
         members = self.pools[pool]
         members.placement = self._rules.placement(pool, members.picked)
+        members.pages = pages_bytes(members.placement.tiers)
 
     def _judge(self, node: str) -> None:
         """Judge one node for each pool, the oldest first: what older pools take there counts."""
         before_bytes = 0
+        pages: dict[str, int] = {}
+        offered = self._nodes[node].pages_bytes if node in self._nodes else None
         for pool in self._rules.placed:
             members = self.pools[pool]
             placement, seen = members.placement, members.seen.get(node)
@@ -225,8 +241,15 @@ class FleetFacts:
                 members.idle.add(node)
             else:
                 members.idle.discard(node)
-            if is_wanted:
-                before_bytes += memory_bytes(placement.tiers)
+            members.small.pop(node, None)
+            if not is_wanted:
+                continue
+            before_bytes += memory_bytes(placement.tiers)
+            if members.pages and (lacking := pages_lacking(members.pages, offered, pages)):
+                members.small[node] = lacking
+                continue
+            for name, size_bytes in members.pages.items():
+                pages[name] = pages.get(name, 0) + size_bytes
 
     def _count(self, node: PoolNodeSeen, sign: int) -> None:
         self._members(node.pool).sums.add(node, sign)

@@ -192,6 +192,7 @@ def _wake_at(view: View, fleet: FleetFacts, now: datetime) -> datetime | None:
     """Return the next moment at which time alone changes a plan."""
     draining = (members.seen[node] for members in fleet.pools.values() for node in members.draining)
     moments = drain_deadlines(draining)
+    moments += [members.pods.next_late(now) for members in fleet.pools.values()]
     for operation in view.pools.operations.values():
         is_over = operations.stored_end(operation) is not None
         moments.append(operations.expires_at(operation) if is_over else operations.deadline(operation))

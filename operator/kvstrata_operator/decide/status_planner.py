@@ -90,7 +90,7 @@ def _pools(view: View, fleet: FleetFacts, setting: Setting, tenants: int, now: d
             continue
         agents = agents_of(view, pool, members, setting, now)
         not_run = agents.rollout.outdated | agents.rollout.missing
-        facts = members.tally.facts(members.placement, not_run, members.pods)
+        facts = members.tally.facts(members.placement, not_run, members.pods, now)
         inputs = pool_status.StatusInputs(
             hindrances=_hindrances(pool, agents, redis.for_pool(directory, pool, setting), view.pools.failures),
             revision=_revision(members.placement, agents),
@@ -112,6 +112,7 @@ def _hindrances(
         is_paused=spec.paused,
         failure=failures.get(pool.key, ""),
         agents_fault=agents.fault,
+        agents_remark=agents.remark,
         outdated_nodes=len(agents.rollout.outdated),
         stuck_node=agents.rollout.stuck,
         rolls_by_itself=spec.update_strategy.type == "RollingUpdate",

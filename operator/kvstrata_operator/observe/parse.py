@@ -69,6 +69,15 @@ class _Labelled(msgspec.Struct):
     metadata: _Meta
 
 
+class _NodeStatus(msgspec.Struct):
+    allocatable: dict[str, str] = {}
+
+
+class _Node(msgspec.Struct):
+    metadata: _Meta
+    status: _NodeStatus = msgspec.field(default_factory=_NodeStatus)
+
+
 class _Drain(msgspec.Struct):
     requested: bool = False
     mode: str = "Demote"
@@ -187,10 +196,30 @@ class _Keyed(msgspec.Struct):
 
 
 def parse_labelled(raw: bytes) -> NodeSeen:
-    """Read the metadata of a Node or a Namespace."""
-    meta = msgspec.json.decode(raw, type=_Labelled).metadata
+    """Read the metadata of a Namespace."""
+    return _labelled(msgspec.json.decode(raw, type=_Labelled).metadata)
+
+
+def parse_node(raw: bytes) -> NodeSeen:
+    """Read a Node: its labels and the huge pages that its kubelet offers."""
+    seen = msgspec.json.decode(raw, type=_Node)
+    offered = seen.status.allocatable
+    if not offered:
+        return _labelled(seen.metadata)
+    return _labelled(seen.metadata, {intern(n): _bytes(q) for n, q in offered.items() if n.startswith("hugepages-")})
+
+
+def _labelled(meta: _Meta, pages_bytes: Mapping[str, int] | None = None) -> NodeSeen:
     labels = {intern(k): intern(v) for k, v in meta.labels.items()}
-    return NodeSeen(meta.name, meta.uid, version_of(meta.resource_version), labels)
+    return NodeSeen(meta.name, meta.uid, version_of(meta.resource_version), labels, pages_bytes)
+
+
+def _bytes(quantity: str) -> int:
+    """Return none for a quantity that is no whole number of bytes; it must not end the watch of Nodes."""
+    try:
+        return units.parse_quantity(quantity) if quantity != "0" else 0
+    except InvalidInputError:
+        return 0
 
 
 def parse_pool_node(raw: bytes) -> PoolNodeSeen:

@@ -53,6 +53,7 @@ class _Waiting(msgspec.Struct):
 
 class _Terminated(msgspec.Struct):
     reason: str = ""
+    message: str = ""
 
 
 class _State(msgspec.Struct):
@@ -74,6 +75,7 @@ class _PodSpec(msgspec.Struct, rename="camel"):
 
 class _PodStatus(msgspec.Struct, rename="camel"):
     conditions: list[_Condition] = []
+    init_container_statuses: list[_Container] = []
     container_statuses: list[_Container] = []
 
 
@@ -106,6 +108,7 @@ def parse_agent_pod(raw: bytes) -> AgentPodSeen:
     """Read a pod of a pool's DaemonSet."""
     seen = msgspec.json.decode(raw, type=_Pod)
     meta, conditions = seen.metadata, {c.type: c for c in seen.status.conditions}
+    unstarted_since = _unstarted_since(conditions, meta.creation_timestamp)
     ready = conditions.get("Ready", _Condition("Ready"))
     return AgentPodSeen(
         key=meta.name,
@@ -120,7 +123,23 @@ def parse_agent_pod(raw: bytes) -> AgentPodSeen:
         ready_since=ready.last_transition_time,
         trouble=_trouble(seen.status, conditions.get("PodScheduled")),
         room=_room(seen.spec),
+        has_small_pages=names.LABEL_PAGES in meta.labels,
+        unstarted_since=unstarted_since,
+        awaited=_awaited(seen.spec.volumes) if unstarted_since else (),
     )
+
+
+def _unstarted_since(conditions: Mapping[str, _Condition], created: str) -> str:
+    """`PodReadyToStartContainers` is reported by kubelets from 1.29 on."""
+    scheduled, started = conditions.get("PodScheduled"), conditions.get("PodReadyToStartContainers")
+    if scheduled is None or scheduled.status != "True" or started is None or started.status != "False":
+        return ""
+    return started.last_transition_time or created
+
+
+def _awaited(volumes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    hosts = (volume["hostPath"] for volume in volumes if "hostPath" in volume)
+    return tuple(sorted(host["path"] for host in hosts if host.get("type") == "Directory"))
 
 
 def _room(spec: _PodSpec) -> Room:
@@ -155,8 +174,18 @@ def _trouble(status: _PodStatus, scheduled: _Condition | None) -> str:
         return f"{_UNPLACED}: {scheduled.message}"
     if any(s.terminated is not None and s.terminated.reason == OUT_OF_MEMORY for s in _ends(status)):
         return f"{OUT_OF_MEMORY}: a container was ended because it took more memory than its limit"
-    waiting = (c.state.waiting for c in status.container_statuses if c.state.waiting is not None)
-    return next((f"{w.reason}: {w.message}" for w in waiting if w.reason in _TROUBLES), "")
+    containers = (*status.init_container_statuses, *status.container_statuses)
+    return next(
+        (_waits(c) for c in containers if c.state.waiting is not None and c.state.waiting.reason in _TROUBLES), ""
+    )
+
+
+def _waits(container: _Container) -> str:
+    """Why a container waits: the last line that it said itself before it ended, where the kubelet has kept that."""
+    assert container.state.waiting is not None
+    ended = container.last_state.terminated
+    own = (ended.message.strip() if ended is not None else "").rpartition("\n")[2]
+    return f"{container.state.waiting.reason}: {own or container.state.waiting.message}"
 
 
 def _ends(status: _PodStatus) -> Iterator[_State]:

@@ -57,12 +57,14 @@ class Declared(Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class NodeSeen:
-    """A Node or a Namespace: all that matters is which labels it has."""
+    """A Node or a Namespace: what matters is which labels it has, and of a Node its huge pages."""
 
     key: str
     uid: str
     version: int = field(compare=False)
     labels: Mapping[str, str]
+    pages_bytes: Mapping[str, int] | None = None
+    """Huge pages that its kubelet offers to pods, by resource name; None before it has reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +314,9 @@ class AgentPodSeen:
     trouble: str
     """Why it does not run, in the words of scheduler or kubelet; empty when nothing is wrong."""
     room: Room
+    has_small_pages: bool = False
+    """True when it was made for a node that lacks its pool's huge pages."""
+    unstarted_since: str = ""
+    """Since when it has a node and no sandbox there, for want of a volume or of network, RFC 3339; empty otherwise."""
+    awaited: tuple[str, ...] = ()
+    """Folders of the host that have to be there before it gets one, sorted."""

@@ -209,7 +209,7 @@ def _orders(seen: PoolNodeSeen) -> tuple[object, ...]:
 
 
 PARSERS: Final[Mapping[Kind, Callable[[bytes], Any]]] = {
-    kinds.NODE: parse.parse_labelled,
+    kinds.NODE: parse.parse_node,
     kinds.NAMESPACE: parse.parse_labelled,
     kinds.POOL_NODE: parse.parse_pool_node,
     kinds.SECRET: parse.parse_scope_secret,
@@ -221,12 +221,12 @@ PARSERS: Final[Mapping[Kind, Callable[[bytes], Any]]] = {
 }
 """Kinds that are watched; the administrator's kinds come through the handlers and the resync."""
 
-_METADATA_ONLY: Final = frozenset({kinds.NODE, kinds.NAMESPACE, kinds.DAEMON_SET, kinds.BUDGET})
+_METADATA_ONLY: Final = frozenset({kinds.NAMESPACE, kinds.DAEMON_SET, kinds.BUDGET})
 """Of these names, labels and annotations are all that a decision reads."""
 
 
 def sources(namespace: str) -> dict[Kind, Source[Any]]:
-    """What is watched: labels of Nodes and Namespaces, and what we made ourselves."""
+    """What is watched: Nodes for their labels and huge pages, labels of Namespaces, and what we made ourselves."""
     selectors = {
         kinds.POOL_NODE: names.LABEL_POOL,
         kinds.SECRET: names.LABEL_SCOPE,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvstrata_api import names
-from kvstrata_operator.decide.agents.workloads import refs, workload
+from kvstrata_operator.decide.agents.workloads import NodeClasses, bodies, daemon_sets, pods_of
 from kvstrata_operator.decide.directory import redis_workload
 from kvstrata_operator.decide.directory.redis_workload import Need
 from kvstrata_operator.decide.pools.placement import place
@@ -45,5 +45,8 @@ def daemon_set(template: str, pool: str, **spec: Any) -> Json:
     declared = parse_declared(kinds.POOL, {"metadata": metadata, "spec": pool_spec(**spec)})
     assert not declared.error, declared.error
     nodes = {"n0": NodeSeen("n0", "uid-n0", 1, declared.model.spec.node_selector if declared.model else {})}
-    made = workload(declared, place([declared], nodes)[pool], (), template, names.SYSTEM_NAMESPACE)
-    return dict(json.loads(json.dumps(made.bodies[refs(pool, names.SYSTEM_NAMESPACE)[0]])))
+    assert declared.model is not None
+    placement = place([declared], nodes)[pool]
+    pods = pods_of(declared.model, placement, template)
+    made = bodies(declared, placement, pods, NodeClasses(), names.SYSTEM_NAMESPACE)
+    return dict(json.loads(json.dumps(made[next(iter(daemon_sets(pool, names.SYSTEM_NAMESPACE)))])))

@@ -17,6 +17,14 @@ NAMESPACE = "kvstrata-system"
 Object = dict[str, Any]
 
 KEK_VOLUME = {"csi": {"driver": "secrets-store.csi.k8s.io", "readOnly": True}}
+EXTRA: Object = {
+    "priorityClassName": "high",
+    "podAnnotations": {"example.org/team": "inference"},
+    "extraEnv": [{"name": "EXTRA", "value": "1"}],
+    "extraVolumes": [{"name": "extra", "configMap": {"name": "extra"}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra", "readOnly": True}],
+}
+"""What any part can be given beside its own."""
 EVERYTHING = {
     "namespace": {"create": True, "labels": {"pod-security.kubernetes.io/warn": "restricted"}},
     "metadata": {"replicas": 2},
@@ -40,6 +48,7 @@ EVERYTHING = {
         "extraArgs": ["--resync-s=30"],
     },
 }
+QUICKSTART: Object = yaml.safe_load((CHART / "values-quickstart.yaml").read_text())
 CASES: dict[str, Object] = {
     "defaults": {},
     "everything": EVERYTHING,
@@ -60,6 +69,11 @@ CASES: dict[str, Object] = {
         },
         "networkPolicy": {"enabled": True},
     },
+    "quickstart": QUICKSTART,
+    "extras": {
+        **dict.fromkeys(("operator", "metadata", "agent", "redis"), EXTRA),
+        "nodePreparation": {"enabled": True, "image": {"digest": "sha256:" + "2" * 64}, **EXTRA},
+    },
     "no crds": {"crds": {"install": False}, "userRoles": {"create": False}, "podDisruptionBudget": {"enabled": False}},
 }
 WORKLOADS = ("Deployment", "StatefulSet")
@@ -75,6 +89,11 @@ def render(values: Object) -> list[Object]:
     done = helm("template", "kvstrata", str(CHART), "--namespace", NAMESPACE, values=values)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def foreign(objects: list[Object]) -> list[Object]:
+    """Return those of kinds that somebody else defines: ours are there once the chart is."""
+    return [o for o in objects if not o["apiVersion"].startswith("kvstrata.io/")]
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:

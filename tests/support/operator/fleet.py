@@ -106,9 +106,10 @@ class Fleet:
         self.objects[ref] = {"metadata": meta, **(before or {}), **parts} | {"metadata": meta}
         return self._touch(ref)
 
-    def node(self, name: str, **labels: str) -> None:
-        """Put a Node."""
-        self.put(kinds.NODE, name, labels=labels or {"pool": "yes"})
+    def node(self, name: str, pages: str | None = None, **labels: str) -> None:
+        """Put a Node; `pages` is what its kubelet offers of hugepages-2Mi, None for one that has not reported."""
+        offered: Json = {} if pages is None else {"status": {"allocatable": {"cpu": "4", "hugepages-2Mi": pages}}}
+        self.put(kinds.NODE, name, labels=labels or {"pool": "yes"}, **offered)
 
     def pool(self, name: str = "p", spec: Json | None = None) -> None:
         """Put a KVPool."""
@@ -174,7 +175,7 @@ class Fleet:
             PoolsSeen(
                 declared=self._declared(kinds.POOL),
                 operations=self._declared(kinds.OPERATION),
-                nodes=self._records(kinds.NODE, parse.parse_labelled),
+                nodes=self._records(kinds.NODE, parse.parse_node),
                 pool_nodes=self._records(kinds.POOL_NODE, parse.parse_pool_node),
                 alive=frozenset(self.alive & here),
                 silent=frozenset(self.silent & here),

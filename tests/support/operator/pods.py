@@ -36,6 +36,8 @@ class Cluster:
     """Revisions whose pods never become ready."""
     down: set[str] = field(default_factory=set)
     """Nodes whose kubelet is away: pods there neither start nor end."""
+    ended: list[str] = field(default_factory=list)
+    """Nodes whose pod a DaemonSet ended, for it is not the DaemonSet's node any more, while engines had its agent."""
     _serial: int = 0
 
     def install(self, text: Json | str) -> None:
@@ -49,13 +51,19 @@ class Cluster:
         found = self.fleet.of(kinds.POD).values()
         return {b["spec"]["nodeName"]: b for b in found if b["metadata"]["labels"][names.LABEL_POOL] == pool}
 
+    def pods_by(self, daemon_set: str) -> dict[str, Json]:
+        """Pods that a DaemonSet has made, by node."""
+        found = self.fleet.of(kinds.POD).items()
+        return {b["spec"]["nodeName"]: b for key, b in found if key.rpartition("-")[0] == daemon_set}
+
     def revisions(self, pool: str = "p") -> dict[str, str]:
         """Revision of each node's pod."""
         return {node: pod["metadata"]["labels"][names.LABEL_REVISION] for node, pod in self.pods(pool).items()}
 
     def wanted(self, pool: str = "p") -> str:
-        """Revision that new pods get."""
-        made = self.fleet.of(kinds.DAEMON_SET)[names.agents_name(pool)]
+        """Revision that new pods get, on nodes with huge pages where there are some."""
+        sets = self.fleet.of(kinds.DAEMON_SET)
+        made = sets.get(names.agents_name(pool)) or sets[names.small_agents_name(pool)]
         return str(made["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
 
     def act(self) -> None:
@@ -82,8 +90,7 @@ class Cluster:
 
     def _make_pods(self) -> None:
         for name, made in self.fleet.of(kinds.DAEMON_SET).items():
-            pool = name.removeprefix("kvstrata-agent-")
-            spec, here = made["spec"]["template"], self.pods(pool)
+            spec, here = made["spec"]["template"], self.pods_by(name)
             matching = {n for n, node in self.fleet.of(kinds.NODE).items() if _selects(spec["spec"], n, node)}
             for node in sorted(matching - here.keys()):
                 self._serial += 1
@@ -93,7 +100,16 @@ class Cluster:
                 self.fleet.put(kinds.POD, ref.name, namespace=NAMESPACE, labels=labels, spec=pod)
                 self.fleet.objects[ref]["metadata"]["finalizers"] = ["grace"]  # A pod ends when its kubelet says so.
             for node in here.keys() - matching:
+                if self._serves(node, here[node]):
+                    self.ended.append(node)
                 self.fleet.delete(Ref(kinds.POD, here[node]["metadata"]["name"], NAMESPACE))
+
+    def _serves(self, node: str, pod: Json) -> bool:
+        told = self.fleet.objects.get(pool_node("p", node))
+        is_ready = pod.get("status", {}).get("conditions", [{}])[0].get("status") == "True"
+        if told is None or told["spec"]["drain"]["requested"] or "deletionTimestamp" in pod["metadata"]:
+            return False
+        return is_ready and names.pool_node_name("p", node) in self.fleet.alive
 
     def _start_pods(self) -> None:
         for node, pod in self.pods().items():

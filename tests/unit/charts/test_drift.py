@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+import chart_readme
 from kvstrata_api import names
 from kvstrata_metadata.server import embedded
 from kvstrata_telemetry import generated
@@ -27,6 +28,24 @@ def test_the_chart_holds_every_crd_as_it_is() -> None:
 
     assert len(originals) >= 5
     assert listed(CHART / "files" / "crds", "*") == originals
+
+
+def test_the_chart_holds_every_example_as_it_is_and_no_values_of_other_charts() -> None:
+    originals = {p.relative_to(ROOT / "examples"): p.read_text() for p in (ROOT / "examples").glob("*/[0-9]*.yaml")}
+    held = {p.relative_to(CHART / "examples"): p.read_text() for p in (CHART / "examples").rglob("*") if p.is_file()}
+
+    assert len(originals) >= 20
+    assert held == originals
+
+
+def test_every_default_is_commented_with_what_the_schema_says() -> None:
+    text = (CHART / "values.yaml").read_text()
+    lines = text.splitlines()
+    keys = [n for n, line in enumerate(lines) if re.match(r"^ *\w+:", line)]
+
+    assert text == chart_readme.values(CHART)
+    assert len(keys) > 100
+    assert all(lines[n - 1].lstrip().startswith("# ") for n in keys)
 
 
 def test_a_crd_has_no_metadata_of_its_own_that_the_chart_would_double() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends.memory.host_dram import choose_pages, free_pages, placement_of
+from kvstrata_agent.backends.memory.host_dram import allowed_pages, choose_pages, free_pages, placement_of
 from kvstrata_agent.backends.memory.mapping import Placement
 from kvstrata_node.discovery import DaxDevice, HugePages, NvmeDevice, discover, parse_cpulist, parse_meminfo
 
@@ -121,3 +121,31 @@ def test_placement_follows_the_nodes() -> None:
     assert placement_of("Spread", (0,)) == Placement()
     assert placement_of("Spread", (0, 1)) == Placement((0, 1), is_interleaved=True)
     assert placement_of("Local", (0, 1)) == Placement((0,))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "pages"),
+    [
+        ("hugetlb.2MB.max", "0\n", 0),
+        ("hugetlb.2MB.max", f"{6 * MIB}\n", 3),
+        ("hugetlb.2MB.max", "max\n", None),
+        ("hugetlb/hugetlb.2MB.limit_in_bytes", f"{6 * MIB}\n", 3),
+        ("hugetlb.1GB.max", "0\n", None),
+    ],
+)
+def test_pages_that_a_control_group_forbids_are_not_asked_for(
+    tmp_path: Path, file: str, text: str, pages: int | None
+) -> None:
+    at = tmp_path / "fs/cgroup" / file
+    at.parent.mkdir(parents=True)
+    at.write_text(text)
+
+    assert allowed_pages(2 * MIB, tmp_path) == pages
+    is_enough = pages is None or pages >= 4
+    assert choose_pages("2Mi", 8 * MIB, 100, pages).name == ("2Mi" if is_enough else "4Ki")
+
+
+def test_a_pod_without_pages_is_told_so_even_where_the_machine_has_some() -> None:
+    choice = choose_pages("2Mi", 8 * MIB, 100, 0)
+
+    assert choice.fallback == "4 pages of 2Mi asked for, limits.hugepages-2Mi of the pod allows 0"

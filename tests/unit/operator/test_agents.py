@@ -1,15 +1,18 @@
 """Laws of the agents' workloads: what a pod gets from its pool, and how agents are replaced."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata_api import names
+from kvstrata_operator.decide.agents import workloads
 from kvstrata_operator.decide.plan.actions import Delete, Merge
+from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 from support.operator.fleet import GIB, condition, pool_node, pool_spec, tier
@@ -154,6 +157,51 @@ def test_a_pod_that_cannot_be_placed_is_told_with_the_scheduler_s_words() -> Non
     told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
     assert "1 of 2 nodes; n1" in told["Provisioned"]
     assert "Insufficient hugepages-2Mi" in told["Provisioned"]
+
+
+def test_a_folder_that_cannot_be_given_is_told_with_its_node_in_the_words_of_what_gives_it() -> None:
+    cluster = running(2)
+    ended = {"terminated": {"reason": "Error", "message": "/a is user 65532's now\nfolder /b belongs to user 7\n"}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+    cluster.pods()["n1"]["status"]["initContainerStatuses"] = [{"state": waiting, "lastState": ended}]
+    cluster.fleet.step()
+
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    assert "1 of 2 nodes; n1" in told["Provisioned"]
+    assert told["Provisioned"].endswith("CrashLoopBackOff: folder /b belongs to user 7")
+
+
+def test_a_pod_that_its_node_does_not_start_is_told_with_the_folders_that_it_waits_for() -> None:
+    cluster = running(2)
+    since = cluster.fleet.now.isoformat()
+    cluster.pods()["n1"]["status"]["conditions"] = [
+        {"type": "PodScheduled", "status": "True"},
+        {"type": "PodReadyToStartContainers", "status": "False", "lastTransitionTime": since},
+    ]
+    cluster.fleet.step()
+    assert status(cluster, "Provisioned")[0] == "True"
+    plan = plan_orders(*cluster.fleet.seen(), cluster.fleet.setting, cluster.fleet.now)
+    assert plan.wake_at == cluster.fleet.now + timedelta(seconds=20)
+    cluster.fleet.pass_time(20)
+    cluster.fleet.step()
+
+    assert status(cluster, "Provisioned") == ("False", "AgentsNotStarted")
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    assert "1 of 2 nodes; n1" in told["Provisioned"]
+    assert "one of /var/lib/kvstrata/p is missing there" in told["Provisioned"]
+    cluster.turn(2)
+    assert status(cluster, "Provisioned")[0] == "True"
+
+
+@pytest.mark.parametrize(
+    ("image", "is_told"), [("host:5000/agent:1", True), ("host:5000/agent@sha256:1", False)], ids=["tag", "digest"]
+)
+def test_an_image_without_digest_runs_and_is_told(image: str, *, is_told: bool) -> None:
+    cluster = running(1, text=template(image))
+
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    assert status(cluster, "Provisioned") == ("True", "Provisioned")
+    assert (f"agents run {image}, which names no digest" in told["Provisioned"]) == is_told
 
 
 def test_an_upgrade_drains_a_node_then_replaces_its_pod_one_node_after_the_other() -> None:
@@ -314,6 +362,138 @@ def test_without_a_template_by_name_others_run_agents() -> None:
     assert names.pool_node_name("p", "n0") in cluster.fleet.of(kinds.POOL_NODE)
 
 
+def offered(pages: str | None) -> Any:
+    """Status of a Node whose kubelet offers so much of hugepages-2Mi, or has not reported."""
+    return {} if pages is None else {"allocatable": {"cpu": "4", "hugepages-2Mi": pages}}
+
+
+def lacks(node: Any) -> bool:
+    return bool(node.get("status", {}).get("allocatable", {}).get("hugepages-2Mi") == "0")
+
+
+HUGE = [tier(size="1Gi", hostDRAM={"pageSize": "2Mi"})]
+
+
+def mixed(*pages: str | None) -> Cluster:
+    """A pool of 1Gi in huge pages on nodes that offer so many."""
+    cluster = Cluster()
+    cluster.install(template())
+    cluster.fleet.pool(spec=pool_spec(HUGE))
+    for number, has in enumerate(pages):
+        cluster.fleet.node(f"n{number}", pages=has)
+    cluster.turn(4)
+    return cluster
+
+
+def terms(cluster: Cluster, name: str) -> Any:
+    made = cluster.fleet.of(kinds.DAEMON_SET)[name]["spec"]["template"]["spec"]["affinity"]
+    return made["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+
+
+def message(cluster: Cluster, type_: str) -> str:
+    told = {c["type"]: c["message"] for c in cluster.fleet.of(kinds.POOL)["p"]["status"]["conditions"]}
+    return str(told[type_])
+
+
+BASE, SMALL = "kvstrata-agent-p", "kvstrata-agent4ki-p"
+
+
+def test_a_node_that_lacks_huge_pages_gets_memory_instead_and_that_is_told() -> None:
+    cluster = mixed("2Gi", "512Mi", "1Gi", None)
+
+    assert status(cluster, "Ready") == ("True", "AllNodesReady")
+    assert cluster.pods_by(BASE).keys() == {"n0", "n2", "n3"}
+    (pod,) = cluster.pods_by(SMALL).values()
+    (huge,) = {json.dumps(p["spec"]["containers"][0]["resources"]) for p in cluster.pods_by(BASE).values()}
+    assert json.loads(huge)["limits"] == {"memory": "2Gi", "hugepages-2Mi": "1Gi"}
+    assert pod["spec"]["nodeName"] == "n1"
+    assert pod["spec"]["containers"][0]["resources"] == {
+        "requests": {"cpu": "1", "memory": "2Gi"},
+        "limits": {"memory": "3Gi"},
+    }
+    assert "1 of 4 nodes have pages of 4Ki in place of huge ones; n1: its kubelet offers 512Mi of" in message(
+        cluster, "Provisioned"
+    )
+    assert cluster.fleet.orders() == ()
+
+
+def test_of_two_daemon_sets_the_one_with_fewer_nodes_names_them() -> None:
+    few, many, all_of_them = mixed("2Gi", "2Gi", "0"), mixed("2Gi", "0", "0"), mixed("0", "0")
+
+    assert terms(few, SMALL) == [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n2"]}]}]
+    assert "matchExpressions" in terms(few, BASE)[0]
+    assert terms(many, BASE) == [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n0"]}]}]
+    assert [e["operator"] for e in terms(many, SMALL)[0]["matchFields"]] == ["NotIn"]
+    assert all_of_them.fleet.of(kinds.DAEMON_SET).keys() == {SMALL}
+    assert "matchFields" not in terms(all_of_them, SMALL)[0]
+    assert status(all_of_them, "Ready")[0] == "True"
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 4))
+def test_no_more_nodes_are_named_than_a_daemon_set_can_and_others_are_of_the_larger_kind(
+    with_pages: int, without: int, most: int
+) -> None:
+    have, lack = {f"a{n}" for n in range(with_pages)}, {f"b{n}" for n in range(without)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workloads, "NAMED_NODES_MAX", most)
+        small = workloads.small_nodes(have | lack, lack)
+
+    assert min(len(small), len(have | lack) - len(small)) <= most
+    assert (small - lack if len(lack) <= len(have) else lack - small) == set()
+    if min(with_pages, without) <= most:
+        assert small == lack
+
+
+def test_a_node_that_gets_its_pages_is_drained_and_has_them_then() -> None:
+    cluster = mixed("2Gi", "0")
+    before = cluster.pods()["n1"]["metadata"]["uid"]
+    cluster.fleet.put(kinds.NODE, "n1", status=offered("2Gi"))
+    cluster.fleet.step()
+
+    assert cluster.fleet.of(kinds.POOL_NODE)["p.n1"]["spec"]["drain"]["requested"]
+    cluster._make_pods()
+    assert cluster.pods()["n1"]["metadata"]["uid"] == before
+    assert "deletionTimestamp" not in cluster.pods()["n1"]["metadata"]
+    cluster.turn(6)
+    assert cluster.pods_by(BASE).keys() == {"n0", "n1"}
+    assert cluster.fleet.of(kinds.DAEMON_SET).keys() == {BASE}
+    assert status(cluster, "Ready")[0] == "True"
+    assert not cluster.ended
+
+
+def test_a_pod_that_waits_for_pages_that_never_come_is_replaced_at_once() -> None:
+    cluster = mixed(None, None)
+    cluster.broken.add(cluster.wanted())
+    cluster.fleet.delete(Ref(kinds.POD, cluster.pods()["n1"]["metadata"]["name"], NAMESPACE))
+    cluster.fleet.fall_silent("p.n1")
+    cluster.turn(1)
+    cluster.fleet.put(kinds.NODE, "n1", status=offered("0"))
+    cluster.turn(3)
+
+    assert cluster.pods_by(SMALL).keys() == {"n1"}
+
+
+def test_what_older_pools_take_of_a_node_s_pages_is_not_there_for_younger_ones() -> None:
+    cluster = mixed("1Gi")
+    cluster.fleet.pass_time(10)
+    cluster.fleet.pool("q", pool_spec(HUGE))
+    cluster.turn(3)
+
+    sets = cluster.fleet.of(kinds.DAEMON_SET)
+    assert sets.keys() == {BASE, "kvstrata-agent4ki-q"}
+    assert "1 of 1 nodes have pages of 4Ki" in str(cluster.fleet.of(kinds.POOL)["q"]["status"]["conditions"])
+    assert "pages of 4Ki" not in message(cluster, "Provisioned")
+
+
+def test_a_pool_that_goes_takes_both_its_daemon_sets_along() -> None:
+    cluster = mixed("2Gi", "0")
+    cluster.fleet.delete(POOL)
+    cluster.turn(8)
+
+    assert cluster.fleet.of(kinds.DAEMON_SET) == {}
+    assert POOL not in cluster.fleet.objects
+
+
 class Rolls(RuleBasedStateMachine):
     """Upgrades, node failures, pauses and broken images in any order."""
 
@@ -325,7 +505,7 @@ class Rolls(RuleBasedStateMachine):
 
     def _spec(self, **more: Any) -> Any:
         strategy = {"maxUnavailable": self.most, "progressDeadlineSeconds": 60, "drain": {"timeoutSeconds": 20}}
-        return pool_spec([tier(hostDRAM={"pageSize": "4Ki"})], updateStrategy=strategy, **more)
+        return pool_spec([tier(size="1Gi", hostDRAM={"pageSize": "2Mi"})], updateStrategy=strategy, **more)
 
     @rule()
     def upgrade(self) -> None:
@@ -347,6 +527,11 @@ class Rolls(RuleBasedStateMachine):
     @rule(n=st.integers(0, 4))
     def find(self, n: int) -> None:
         self.cluster.come_back(f"n{n}")
+
+    @rule(n=st.integers(0, 4), pages=st.sampled_from([None, "0", "2Gi"]))
+    def huge_pages_come_and_go(self, n: int, pages: str | None) -> None:
+        if f"n{n}" in self.cluster.fleet.of(kinds.NODE):
+            self.cluster.fleet.put(kinds.NODE, f"n{n}", status=offered(pages))
 
     @rule(paused=st.booleans())
     def pause(self, *, paused: bool) -> None:
@@ -373,9 +558,29 @@ class Rolls(RuleBasedStateMachine):
 
     @invariant()
     @precondition(lambda self: hasattr(self, "cluster"))
+    def no_daemon_set_ends_an_agent_that_serves(self) -> None:
+        assert not self.cluster.ended
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "cluster"))
     def statuses_can_always_be_told(self) -> None:
         counts = self.cluster.fleet.of(kinds.POOL)["p"]["status"]["nodes"]
         assert counts["updated"] <= counts["matched"]
+
+    def _is_as_wanted(self) -> bool:
+        """Every node has one pod, of the DaemonSet for its huge pages and as that says now."""
+        nodes = self.cluster.fleet.of(kinds.NODE)
+        small = {n for n, body in nodes.items() if lacks(body)}
+        held = set[str]()
+        for name, made in self.cluster.fleet.of(kinds.DAEMON_SET).items():
+            pods = self.cluster.pods_by(name)
+            labels = made["spec"]["template"]["metadata"]["labels"]
+            if pods.keys() - (small if names.LABEL_PAGES in labels else nodes.keys() - small):
+                return False
+            if any(p["metadata"]["labels"] != labels for p in pods.values()):
+                return False
+            held |= pods.keys()
+        return held == nodes.keys()
 
     def teardown(self) -> None:
         """Once pods can start, everything ends at what is wanted."""
@@ -388,12 +593,9 @@ class Rolls(RuleBasedStateMachine):
             self.cluster.act()
             self._step()
             self.cluster.fleet.pass_time(5)
-            if (
-                set(self.cluster.revisions().values()) == {self.cluster.wanted()}
-                and status(self.cluster, "Ready")[0] == "True"
-            ):
+            if self._is_as_wanted() and status(self.cluster, "Ready")[0] == "True":
                 break
-        assert set(self.cluster.revisions().values()) == {self.cluster.wanted()}
+        assert self._is_as_wanted()
         assert status(self.cluster, "Ready")[0] == "True", json.dumps(self.cluster.fleet.objects[POOL]["status"])
 
 

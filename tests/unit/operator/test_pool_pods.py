@@ -49,6 +49,7 @@ pods = st.builds(
     is_deleting=st.booleans(),
     is_ready=st.booleans(),
     trouble=st.sampled_from(["", "Unschedulable"]),
+    unstarted_since=st.sampled_from(["", TIMES[0]]),
 )
 
 
@@ -125,7 +126,7 @@ def kept_cluster(nodes: int) -> Cluster:
     cluster = Cluster(KeptFleet(setting=SETTING))
     cluster.install(template())
     strategy = {"maxUnavailable": 2, "progressDeadlineSeconds": 60, "drain": {"timeoutSeconds": 20}}
-    cluster.fleet.pool(spec=pool_spec([tier(hostDRAM={"pageSize": "4Ki"})], updateStrategy=strategy))
+    cluster.fleet.pool(spec=pool_spec([tier(size="1Gi", hostDRAM={"pageSize": "2Mi"})], updateStrategy=strategy))
     for i in range(nodes):
         cluster.fleet.node(f"n{i}")
     cluster.turn(4)
@@ -159,6 +160,10 @@ class Keeping(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES), belongs=st.booleans())
     def label(self, node: str, *, belongs: bool) -> None:
         self.cluster.fleet.node(node, **({"pool": "yes"} if belongs else {"other": "yes"}))
+
+    @rule(node=st.sampled_from(NODES), pages=st.sampled_from(["0", "2Gi"]))
+    def huge_pages_come_and_go(self, node: str, pages: str) -> None:
+        self.cluster.fleet.node(node, pages=pages, pool="yes")
 
     @rule(node=st.sampled_from(NODES))
     def evict(self, node: str) -> None:

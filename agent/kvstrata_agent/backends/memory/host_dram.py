@@ -52,10 +52,31 @@ def free_pages(page_bytes: int, sysfs: Path = SYSFS) -> int | None:
     return counts[0] - counts[1]
 
 
-def choose_pages(asked: str, capacity_bytes: int, free: int | None) -> PageChoice:
-    """Take the page size asked for when all of the capacity fits into free pages of it, else 4Ki. Pure."""
+def allowed_pages(page_bytes: int, sysfs: Path = SYSFS) -> int | None:
+    """Huge pages that the control group of this process may have; None for no limit.
+
+    A pod that asks for none has a limit of none, whatever the machine has: the kernel would kill it at the first touch.
+    """
+    name = f"hugetlb.{page_bytes >> 20}MB" if page_bytes < 1 << 30 else f"hugetlb.{page_bytes >> 30}GB"
+    for path in (f"{name}.max", f"hugetlb/{name}.limit_in_bytes"):  # Control groups of version 2 and of version 1.
+        try:
+            text = (sysfs / "fs/cgroup" / path).read_text().strip()
+        except OSError:
+            continue
+        return int(text) // page_bytes if text.isdigit() else None
+    return None
+
+
+def choose_pages(asked: str, capacity_bytes: int, free: int | None, allowed: int | None = None) -> PageChoice:
+    """Take the page size asked for when all of the capacity fits into free pages of it, else 4Ki. Pure.
+
+    `allowed` is how many the process may have, None for as many as there are.
+    """
     page_bytes = PAGE_BYTES[asked]
     need = capacity_bytes // page_bytes
+    if asked != "4Ki" and allowed is not None and allowed < need:
+        limit = f"limits.hugepages-{asked}"
+        return PageChoice("4Ki", f"{need} pages of {asked} asked for, {limit} of the pod allows {allowed}")
     if asked == "4Ki" or (free is not None and 0 < need <= free):
         return PageChoice(asked)
     return PageChoice("4Ki", _reason(asked, need, free))
@@ -146,4 +167,4 @@ def _pages(tier: HostDramTier, capacity_bytes: int, root: PersistenceRoot) -> Pa
     page_bytes = PAGE_BYTES[asked]
     free = free_pages(page_bytes)
     own = choose_directories(root, tier.persistence, page_bytes).own_bytes // page_bytes
-    return choose_pages(asked, capacity_bytes, None if free is None else free + own)
+    return choose_pages(asked, capacity_bytes, None if free is None else free + own, allowed_pages(page_bytes))

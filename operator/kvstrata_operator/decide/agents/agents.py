@@ -9,14 +9,15 @@ or until something else is wanted.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import KVPool, UpdateStrategy
 from kvstrata_operator.decide.agents import workloads
-from kvstrata_operator.decide.agents.workloads import Workload
+from kvstrata_operator.decide.agents.workloads import AgentPods, Body, NodeClasses, PodsOfPool
 from kvstrata_operator.decide.incremental import Members
 from kvstrata_operator.decide.plan.actions import Action, Delete, Note
 from kvstrata_operator.decide.plan.conditions import Fault
@@ -39,6 +40,8 @@ class PodState:
     """Neither, before its agent's Lease was read."""
     is_current: bool = True
     """True when its KVPoolNode has what the pool wants."""
+    has_small_pages: bool = False
+    """True when its pod should have small pages in place of huge ones, whatever it has."""
 
     @property
     def is_serving(self) -> bool:
@@ -81,6 +84,18 @@ class RollSpec:
     strategy: UpdateStrategy
     order: DrainOrder | None
     """None where memory outlives a pod."""
+    small_revision: str = ""
+    """In place of `revision`, on nodes that lack huge pages of the pool."""
+    small_room: Room = field(default_factory=Room)
+
+    def revision_on(self, state: PodState) -> str:
+        """Revision that a node's pod should have."""
+        return self.small_revision if state.has_small_pages else self.revision
+
+    def has_room(self, state: PodState) -> bool:
+        """True when a node's pod has room for what the pool wants there."""
+        room = self.small_room if state.has_small_pages else self.room
+        return state.pod is not None and state.pod.room.covers(room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +131,19 @@ NO_ROLLOUT = Rollout()
 class Agents:
     """The agents of one pool. Empty where others run them."""
 
-    workload: Workload | None = None
+    pods: PodsOfPool | None = None
+    bodies: Mapping[Ref, Body] = field(default_factory=dict)
+    """What runs them."""
     fault: Fault | None = None
-    """Why there is no workload that should be."""
+    """Why there is nothing that runs them although there should be."""
     rollout: Rollout = NO_ROLLOUT
+    remark: str = ""
+    """What an administrator should know of them although all is well."""
 
     @property
     def revision(self) -> str:
         """Name what the pods should be; empty where others run them."""
-        return self.workload.pods.revision if self.workload else ""
+        return self.pods.pods.revision if self.pods else ""
 
 
 def agents_of(view: View, pool: Declared[KVPool], members: Members, setting: Setting, now: datetime) -> Agents:
@@ -132,24 +151,36 @@ def agents_of(view: View, pool: Declared[KVPool], members: Members, setting: Set
     placement = members.placement
     if not setting.agent_template or pool.model is None or placement is None:
         return Agents()
+    pods = _pods(view.cluster, pool.model, placement, setting)
+    if isinstance(pods, Fault):
+        return Agents(fault=pods)
+    small = workloads.small_nodes(placement.nodes, members.small.keys())
+    doubtful = members.idle | (_not_as_wanted(members, pods, small) & placement.nodes)
+    states = {
+        node: _pod_state(view.pools, placement, members, node, has_small_pages=node in small) for node in doubtful
+    }
+    wanted = RollSpec(
+        pods.pods.revision,
+        pods.pods.room,
+        pool.model.spec.update_strategy,
+        _order(pool, pods.pods),
+        pods.small.revision,
+        pods.small.room,
+    )
+    rollout = roll(wanted, states, now)
     leaving = members.difference.surplus & view.pools.nodes.keys()
-    found = _workload(view.cluster, pool, placement, leaving, setting)
-    if isinstance(found, Fault):
-        return Agents(fault=found)
-    doubtful = members.idle | (members.pods.not_of(found.pods.revision) & placement.nodes)
-    states = {node: _pod_state(view.pools, placement, members, node) for node in doubtful}
-    wanted = RollSpec(found.pods.revision, found.pods.room, pool.model.spec.update_strategy, _order(pool, found))
-    return Agents(found, None, roll(wanted, states, now))
+    bodies = workloads.bodies(pool, placement, pods, _classes(members, small, rollout, leaving), setting.namespace)
+    return Agents(pods, bodies, None, rollout, _remark(members, placement, pods))
 
 
 def plan_agents(
     view: View, pool: Declared[KVPool], agents: Agents, members: Members, setting: Setting, now: datetime
 ) -> tuple[Action, ...]:
     """Plan the workload, then what its roll does to nodes now."""
-    if agents.workload is None:
+    if agents.pods is None:
         return ()
     refs = workloads.refs(pool.key, setting.namespace)
-    made = workloads.plan_workload(pool, agents.workload, _made(view.cluster, refs))
+    made = workloads.plan_workload(pool, agents.bodies, _made(view.cluster, refs))
     nodes = [members.seen[node] for node in agents.rollout.drain]
     drains = order_drains(nodes, drain_order(pool), {n.key for n in nodes}, since=now, now=now)
     replaced = (_replace(pool, members.pods.by_node[node], setting.namespace) for node in agents.rollout.replace)
@@ -162,31 +193,70 @@ def forget_agents(cluster: ClusterSeen, pool: Declared[KVPool], setting: Setting
     return tuple(Delete(ref, pool.key, uid=record.uid) for ref, record in made.items())
 
 
-def _workload(
-    cluster: ClusterSeen, pool: Declared[KVPool], placement: Placement, leaving: Collection[str], setting: Setting
-) -> Workload | Fault:
+def _pods(cluster: ClusterSeen, pool: KVPool, placement: Placement, setting: Setting) -> PodsOfPool | Fault:
     held = cluster.config_maps.get(setting.agent_template)
     if held is None or not held.template:
         where = f"ConfigMap {setting.namespace}/{setting.agent_template}"
         return Fault("AgentTemplateMissing", f"{where} with entry {names.AGENT_TEMPLATE_ENTRY} is not there")
     try:
-        return workloads.workload(pool, placement, leaving, held.template, setting.namespace)
+        return workloads.pods_of(pool, placement, held.template)
     except InvalidInputError as e:
         return Fault("AgentTemplateInvalid", str(e))
 
 
-def _pod_state(pools: PoolsSeen, placement: Placement, members: Members, node: str) -> PodState:
+def _not_as_wanted(members: Members, pods: PodsOfPool, small: AbstractSet[str]) -> AbstractSet[str]:
+    """Nodes whose pod is not of the revision that they should have."""
+    if not small:
+        return members.pods.not_of(pods.pods.revision)
+    return (members.pods.not_of(pods.pods.revision) - small) | (members.pods.not_of(pods.small.revision) & small)
+
+
+def _classes(members: Members, wanted: AbstractSet[str], rollout: Rollout, leaving: AbstractSet[str]) -> NodeClasses:
+    """A node whose agent still serves or drains stays with the DaemonSet of its pod, which would end it at once.
+
+    It goes to the other one when its pod does.
+    """
+    small = set(wanted)
+    replaced = {*rollout.replace}
+    for node in rollout.outdated - replaced:
+        pod = members.pods.by_node[node]
+        if not pod.is_deleting and pod.has_small_pages != (node in small):
+            small ^= {node}
+    by_node = members.pods.by_node
+    going_small = {node for node in leaving if node in by_node and by_node[node].has_small_pages}
+    return NodeClasses(small, frozenset(leaving), going_small)
+
+
+def _remark(members: Members, placement: Placement, pods: PodsOfPool) -> str:
+    small = ""
+    if members.small:
+        node = min(members.small)
+        counted = f"{len(members.small)} of {placement.matched} nodes have pages of 4Ki in place of huge ones"
+        small = f"{counted}; {node}: {members.small[node]}"
+    return "; ".join(filter(None, (small, pods.pods.remark)))
+
+
+def _pod_state(
+    pools: PoolsSeen, placement: Placement, members: Members, node: str, *, has_small_pages: bool
+) -> PodState:
     seen, pod = members.seen.get(node), members.pods.by_node.get(node)
     if seen is None:
-        return PodState(pod)
+        return PodState(pod, has_small_pages=has_small_pages)
     alive, silent = seen.key in pools.alive, seen.key in pools.silent
-    return PodState(pod, seen, is_alive=alive, is_silent=silent, is_current=placement.is_current(seen))
+    return PodState(
+        pod,
+        seen,
+        is_alive=alive,
+        is_silent=silent,
+        is_current=placement.is_current(seen),
+        has_small_pages=has_small_pages,
+    )
 
 
-def _order(pool: Declared[KVPool], found: Workload) -> DrainOrder | None:
+def _order(pool: Declared[KVPool], pods: AgentPods) -> DrainOrder | None:
     """How agents are emptied before they are replaced; None where what they hold lasts, or may be lost."""
     order = drain_order(pool)
-    return None if found.pods.keeps_memory or order.mode == "Drop" else order
+    return None if pods.keeps_memory or order.mode == "Drop" else order
 
 
 def _made(cluster: ClusterSeen, refs: Iterable[Ref]) -> dict[Ref, MadeSeen]:
@@ -205,8 +275,8 @@ def roll(wanted: RollSpec, states: Mapping[str, PodState], now: datetime) -> Rol
     `states` has the nodes of the placement; those that serve from a pod of `wanted.revision` may be left out, because
     nothing is done to them and nothing depends on them.
     """
-    outdated = {n for n, s in states.items() if s.pod is not None and s.pod.revision != wanted.revision}
-    without_room = frozenset(n for n in outdated if not _has_room(states[n], wanted))
+    outdated = {n for n, s in states.items() if s.pod is not None and s.pod.revision != wanted.revision_on(s)}
+    without_room = frozenset(n for n in outdated if not wanted.has_room(states[n]))
     away = {n for n, s in states.items() if not s.is_serving}
     missing = frozenset(n for n, s in states.items() if s.pod is None)
     stuck = _first_late(states, away - outdated, wanted.strategy, now)
@@ -236,10 +306,6 @@ def _waits(state: PodState, wanted: RollSpec, now: datetime) -> bool:
         return False
     alive: Collection[str] = (state.seen.key,) if state.is_alive else ()
     return must_drain(state.seen, wanted.order, alive, since=now, now=now)
-
-
-def _has_room(state: PodState, wanted: RollSpec) -> bool:
-    return state.pod is not None and state.pod.room.covers(wanted.room)
 
 
 def _is_taken(state: PodState) -> bool:

@@ -1,13 +1,16 @@
-"""What runs the agents of a pool: a DaemonSet and its PodDisruptionBudget, and the actions towards them. Pure.
+"""What runs the agents of a pool: DaemonSets and their PodDisruptionBudget, and the actions towards them. Pure.
 
-The DaemonSet replaces no pod by itself (OnDelete): `agents` decides when. Its pod is the chart's template, in whose
-text `{pool}` stands for the pool's name. Of the pool come: labels, nodes and tolerations, a directory of the host for
-each path that a tier names, huge pages and memory, and time to stop.
+There is one DaemonSet, and a second one while some nodes lack the huge pages that the pool's tiers want: its pods have
+memory instead, for a pod that asks for pages is never scheduled there. Neither replaces a pod by itself (OnDelete):
+`agents` decides when. A pod is the chart's template, in whose text `{pool}` stands for the pool's name. Of the pool
+come: labels, nodes and tolerations, a directory of the host for each path that a tier names, huge pages and memory, and
+time to stop.
 """
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -19,8 +22,9 @@ from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
-from kvstrata_operator.decide.plan.actions import Action, Apply, Note
+from kvstrata_operator.decide.plan.actions import Action, Apply, Delete, Note
 from kvstrata_operator.decide.pools.placement import Placement, normal
+from kvstrata_operator.decide.pools.pool_facts import page_resource
 from kvstrata_operator.observe.kinds import (
     BUDGET,
     DAEMON_SET,
@@ -48,11 +52,17 @@ NAMED_NODES_MAX: Final = 500
 _WHERE: Final = ("nodeSelector", "tolerations", "affinity", "terminationGracePeriodSeconds")
 """Parts of a pod that a running one need not be replaced for."""
 
+_SMALL: Final = "4Ki"
+"""Value of the label on pods that have small pages in place of huge ones."""
+
 _MEMORY: Final = "memory"
 """Volume of the template that is a tmpfs of the host."""
 
 _HUGEPAGES: Final = "hugepages"
 """Volume of the template that is a hugetlbfs of the host."""
+
+_FOLDER_MODE: Final = "0750"
+"""Of a tier's folder that is made: the agent's user alone writes there."""
 
 HISTORY: Final = 10
 """ControllerRevisions that Kubernetes keeps of a DaemonSet; its own default, written so that it stays."""
@@ -63,9 +73,16 @@ class Whereabouts:
     """Nodes that the labels of the pool's selector do not imply. All sorted."""
 
     excluded: tuple[str, ...] = ()
-    """Match, and must have no agent."""
+    """Match, and must have no pod of this DaemonSet."""
     leaving: tuple[str, ...] = ()
-    """No longer match, and have an agent that still drains."""
+    """No longer match, and have a pod of it that still drains."""
+    only: tuple[str, ...] | None = None
+    """Of those that match these alone; None for all but the excluded."""
+
+    @property
+    def are_none(self) -> bool:
+        """True when no node is to have a pod of it."""
+        return self.only == () and not self.leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +90,37 @@ class AgentPods:
     """What the pods of one pool should be."""
 
     template: Json
-    """PodTemplateSpec."""
+    """PodTemplateSpec, but for the nodes that it goes to."""
     revision: str
     """Digest of all in it that a pod must be replaced for."""
     room: Room
     keeps_memory: bool
     """True when blocks in memory outlive a pod, so that nothing need be moved before it is replaced."""
+    remark: str = ""
+    """What an administrator should know of them although all is well."""
 
 
-def agent_pods(pool: KVPool, tiers: Sequence[NodeTier], text: str, where: Whereabouts) -> AgentPods:
-    """Fill in the template. `InvalidInputError` states what is wrong with it."""
+def agent_pods(pool: KVPool, tiers: Sequence[NodeTier], text: str, *, has_small_pages: bool = False) -> AgentPods:
+    """Fill in the template, with memory in place of huge pages where there are none of these.
+
+    Raises `InvalidInputError`, which states what is wrong with it.
+    """
     template = _parse(text.replace(POOL_PLACE, pool.metadata.name))
     spec, agent = template["spec"], _agent(template)
-    _mount(spec, agent, _paths(tiers))
-    agent["resources"] = _resources(agent.get("resources") or {}, tiers)
+    _mount(spec, agent, _folders(spec), tiers)
+    agent["resources"] = _resources(agent.get("resources") or {}, tiers, has_small_pages=has_small_pages)
     spec["tolerations"] = [*spec.get("tolerations", ()), *(t.to_json() for t in pool.spec.tolerations)]
-    spec["affinity"] = {**spec.get("affinity", {}), **_node_affinity(pool.spec.node_selector, where)}
     drain_s = pool.spec.update_strategy.drain.timeout_seconds
     spec["terminationGracePeriodSeconds"] = max(spec.get("terminationGracePeriodSeconds", 0), drain_s + STOP_S)
     meta = template.setdefault("metadata", {})
     labels = {**meta.get("labels", {}), **WORKLOAD_LABELS, names.LABEL_POOL: pool.metadata.name}
+    if has_small_pages:
+        labels[names.LABEL_PAGES] = _SMALL
     meta["labels"] = labels
     revision = digest([meta, {key: part for key, part in spec.items() if key not in _WHERE}])
     meta["labels"] = labels | {names.LABEL_REVISION: revision}
-    return AgentPods(template, revision, room_of(spec["volumes"], spec["containers"]), _keeps_memory(agent, tiers))
+    room = room_of(spec["volumes"], spec["containers"])
+    return AgentPods(template, revision, room, _keeps_memory(agent, tiers), _remark(agent))
 
 
 def _parse(text: str) -> Json:
@@ -118,27 +142,50 @@ def _agent(template: Json) -> Json:
     raise InvalidInputError(f"{names.AGENT_TEMPLATE_ENTRY} has no container {names.AGENT_CONTAINER}")
 
 
+def _remark(agent: Json) -> str:
+    image = str(agent.get("image", ""))
+    if "@" in image:
+        return ""
+    return f"agents run {image}, which names no digest: nodes can run different images"
+
+
 def _paths(tiers: Iterable[NodeTier]) -> list[PurePosixPath]:
     """Directories of the host that tiers name, without those that lie in another one; sorted."""
     found = sorted({normal(one.path) for tier in tiers for one in directories_of(tier)})
     return [path for path in found if not any(parent in found for parent in path.parents)]
 
 
-def _mount(spec: Json, agent: Json, paths: Iterable[PurePosixPath]) -> None:
-    """Mount each path where the agent expects it, unless a directory of the template holds it there."""
+def _folders(spec: Json) -> Json | None:
+    """Container that gives folders to the agent's user before it starts; None where an administrator makes them."""
+    return next((c for c in spec.get("initContainers", ()) if c.get("name") == names.FOLDERS_CONTAINER), None)
+
+
+def _mount(spec: Json, agent: Json, folders: Json | None, tiers: Sequence[NodeTier]) -> None:
+    """Mount each path where the agent expects it, unless a directory of the template holds it there.
+
+    Where folders may be made they are, but for shared flash: a folder in place of a mount that is absent would hide it.
+    """
+    shared = _paths(tier for tier in tiers if tier.type == TierType.REMOTE_FLASH)
     volumes, mounts = spec.setdefault("volumes", []), agent.setdefault("volumeMounts", [])
     hosts = {volume["name"]: volume["hostPath"]["path"] for volume in volumes if "hostPath" in volume}
     held = {PurePosixPath(m["mountPath"]) for m in mounts if hosts.get(m["name"]) == m["mountPath"]}
-    for number, path in enumerate(p for p in paths if p not in held and not held.intersection(p.parents)):
-        volumes.append({"name": f"tier-{number}", "hostPath": {"path": str(path), "type": "Directory"}})
-        mounts.append({"name": f"tier-{number}", "mountPath": str(path)})
+    for number, path in enumerate(p for p in _paths(tiers) if p not in held and not held.intersection(p.parents)):
+        made_by = None if path in shared else folders
+        type_ = "Directory" if made_by is None else "DirectoryOrCreate"
+        volumes.append({"name": f"tier-{number}", "hostPath": {"path": str(path), "type": type_}})
+        mount = {"name": f"tier-{number}", "mountPath": str(path)}
+        mounts.append(mount)
+        if made_by is not None:
+            made_by.setdefault("volumeMounts", []).append(mount)
+            made_by.setdefault("args", []).append(f"{path}={_FOLDER_MODE}")
 
 
-def _resources(given: Mapping[str, Any], tiers: Iterable[NodeTier]) -> Json:
+def _resources(given: Mapping[str, Any], tiers: Iterable[NodeTier], *, has_small_pages: bool) -> Json:
     """Add what memory tiers take: huge pages by their size, all else to the memory that the template gives."""
     wanted = Counter[str]()
     for tier in tiers:
-        wanted[_resource(tier)] += tier.capacity_bytes
+        resource = _resource(tier)
+        wanted["memory" if has_small_pages and resource.startswith(_HUGEPAGES) else resource] += tier.capacity_bytes
     requests, limits = dict(given.get("requests") or {}), dict(given.get("limits") or {})
     memory_bytes = wanted["memory"]
     if memory_bytes:
@@ -151,8 +198,9 @@ def _resources(given: Mapping[str, Any], tiers: Iterable[NodeTier]) -> Json:
 
 def _resource(tier: NodeTier) -> str:
     """Name the resource of a node that a tier takes; empty for none that the kubelet counts."""
-    if tier.type == TierType.HOST_DRAM and tier.host_dram is not None and tier.host_dram.page_size != "4Ki":
-        return f"hugepages-{tier.host_dram.page_size}"
+    pages = page_resource(tier)
+    if pages is not None:
+        return pages
     return "memory" if takes_node_memory(tier.type, tier.cxl.mode if tier.cxl else "") else ""
 
 
@@ -165,9 +213,12 @@ def _node_affinity(selector: Mapping[str, str], where: Whereabouts) -> Json:
     """Pick the nodes of the selector but those left out, and those on their way out as long as they drain."""
     labels = [{"key": key, "operator": "In", "values": [value]} for key, value in sorted(selector.items())]
     others = [_name_is("NotIn", node) for node in where.excluded[:NAMED_NODES_MAX]]
-    if not labels and not others:
+    if where.only is None and not labels and not others:
         return {}
-    terms = [{k: v for k, v in (("matchExpressions", labels), ("matchFields", others)) if v}]
+    if where.only is None:
+        terms = [{k: v for k, v in (("matchExpressions", labels), ("matchFields", others)) if v}]
+    else:
+        terms = [{"matchFields": [_name_is("In", node)]} for node in where.only[:NAMED_NODES_MAX]]
     terms += [{"matchFields": [_name_is("In", node)]} for node in where.leaving[:NAMED_NODES_MAX]]
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
@@ -197,47 +248,107 @@ Made = Mapping[Ref, MadeSeen]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What should run the agents of one pool."""
+class PodsOfPool:
+    """What the pods of one pool should be, on nodes that have its huge pages and on those that lack some."""
 
     pods: AgentPods
-    bodies: Mapping[Ref, Body]
+    small: AgentPods
+
+    def on(self, *, has_small_pages: bool) -> AgentPods:
+        """Those of one class of nodes."""
+        return self.small if has_small_pages else self.pods
 
 
-def workload(
-    pool: Declared[KVPool], placement: Placement, leaving: Collection[str], template: str, namespace: str
-) -> Workload:
-    """Return what should run the agents of an accepted pool; `leaving` names nodes that no longer match but drain.
+def pods_of(pool: KVPool, placement: Placement, template: str) -> PodsOfPool:
+    """Fill in the template for both classes of nodes. Raises `InvalidInputError` for one that cannot be used."""
+    pods = agent_pods(pool, placement.tiers, template)
+    if not any(page_resource(tier) for tier in placement.tiers):
+        return PodsOfPool(pods, pods)
+    return PodsOfPool(pods, agent_pods(pool, placement.tiers, template, has_small_pages=True))
 
-    Raises `InvalidInputError` for a template that cannot be used.
-    """
+
+@dataclass(frozen=True, slots=True)
+class NodeClasses:
+    """Which nodes have pods of which kind now, those whose agents still have to be replaced as they are."""
+
+    small: AbstractSet[str] = frozenset()
+    """Of the placement: those whose pods have small pages in place of huge ones."""
+    leaving: AbstractSet[str] = frozenset()
+    """No longer match, and have an agent that still drains."""
+    leaving_small: AbstractSet[str] = frozenset()
+    """Of these, those whose pods have small pages."""
+
+
+def bodies(
+    pool: Declared[KVPool], placement: Placement, pods: PodsOfPool, classes: NodeClasses, namespace: str
+) -> dict[Ref, Body]:
+    """Return what should run the agents of an accepted pool."""
     assert pool.model is not None
-    where = Whereabouts(tuple(sorted(placement.excluded)), tuple(sorted(leaving)))
-    pods = agent_pods(pool.model, placement.tiers, template, where)
-    daemon_set, budget = refs(pool.key, namespace)
-    bodies = {
-        daemon_set: _daemon_set(daemon_set, pool.meta, pods),
-        budget: _budget(budget, pool.meta, pool.model, len(placement.nodes)),
-    }
-    return Workload(pods, bodies)
+    made: dict[Ref, Body] = {}
+    for ref, has_small_pages in daemon_sets(pool.key, namespace).items():
+        where = _whereabouts(placement, classes, has_small_pages=has_small_pages)
+        if not where.are_none:
+            made[ref] = _daemon_set(ref, pool, pods.on(has_small_pages=has_small_pages), where)
+    budget = Ref(BUDGET, names.agents_name(pool.key), namespace)
+    made[budget] = _budget(budget, pool.meta, pool.model, len(placement.nodes))
+    return made
 
 
-def refs(pool: str, namespace: str) -> tuple[Ref, Ref]:
-    """Addresses of a pool's DaemonSet and PodDisruptionBudget."""
-    name = names.agents_name(pool)
-    return Ref(DAEMON_SET, name, namespace), Ref(BUDGET, name, namespace)
+def small_nodes(nodes: AbstractSet[str], lacking: AbstractSet[str]) -> AbstractSet[str]:
+    """Nodes whose pods should have small pages: those that lack huge ones, as far as the DaemonSets can name them.
 
-
-def plan_workload(pool: Declared[KVPool], wanted: Workload, made: Made) -> tuple[Action, ...]:
-    """Make what is absent and change what was made from something else.
-
-    Both by server-side apply: what a `POST` had made would keep fields, such as a volume, that are no longer wanted.
+    With more than `NAMED_NODES_MAX` nodes of both kinds, the rest are of the kind that there is more of.
     """
-    return tuple(
+    others = len(nodes) - len(lacking)
+    if min(len(lacking), others) <= NAMED_NODES_MAX:
+        return lacking
+    if len(lacking) <= others:
+        return frozenset(sorted(lacking)[:NAMED_NODES_MAX])
+    return nodes - frozenset(sorted(nodes - lacking)[:NAMED_NODES_MAX])
+
+
+def _whereabouts(placement: Placement, classes: NodeClasses, *, has_small_pages: bool) -> Whereabouts:
+    """Nodes of one DaemonSet. Of the two the one with fewer nodes names them, so that few names serve a large fleet."""
+    small = classes.small
+    leaving = classes.leaving_small if has_small_pages else classes.leaving - classes.leaving_small
+    is_named = has_small_pages == (len(small) <= len(placement.nodes) - len(small))
+    if not small:  # A pool without nodes has a DaemonSet all the same, by its labels.
+        is_named = has_small_pages
+    own = small if has_small_pages else placement.nodes - small
+    others = (placement.nodes - small if has_small_pages else small) if not is_named else frozenset[str]()
+    return Whereabouts(
+        excluded=tuple(sorted({*placement.excluded, *others})),
+        leaving=tuple(sorted(leaving)),
+        only=tuple(sorted(own)) if is_named else None,
+    )
+
+
+def daemon_sets(pool: str, namespace: str) -> dict[Ref, bool]:
+    """Addresses of a pool's DaemonSets, and whether their pods have small pages in place of huge ones."""
+    return {
+        Ref(DAEMON_SET, names.agents_name(pool), namespace): False,
+        Ref(DAEMON_SET, names.small_agents_name(pool), namespace): True,
+    }
+
+
+def refs(pool: str, namespace: str) -> tuple[Ref, ...]:
+    """Addresses of all that runs a pool's agents."""
+    return (*daemon_sets(pool, namespace), Ref(BUDGET, names.agents_name(pool), namespace))
+
+
+def plan_workload(pool: Declared[KVPool], wanted: Mapping[Ref, Body], made: Made) -> tuple[Action, ...]:
+    """Make what is absent, change what was made from something else, and remove what no node needs.
+
+    The first two by server-side apply: what a `POST` had made would keep fields, such as a volume, that are no longer
+    wanted.
+    """
+    applied = tuple(
         Apply(ref, pool.key, (_note(pool, ref, made),), body=body)
-        for ref, body in wanted.bodies.items()
+        for ref, body in wanted.items()
         if ref not in made or made[ref].content_digest != body["metadata"]["annotations"][names.ANNOTATION_DIGEST]
     )
+    removed = tuple(Delete(ref, pool.key, uid=record.uid) for ref, record in made.items() if ref not in wanted)
+    return applied + removed
 
 
 def _note(pool: Declared[KVPool], ref: Ref, made: Made) -> Note:
@@ -253,14 +364,24 @@ def _metadata(pool: ObjectMeta) -> dict[str, Any]:
     return {"labels": _selector(pool), "ownerReferences": [owner_reference(POOL, pool)]}
 
 
-def _daemon_set(ref: Ref, pool: ObjectMeta, pods: AgentPods) -> Body:
-    spec = {
-        "selector": {"matchLabels": _selector(pool)},
+def _daemon_set(ref: Ref, pool: Declared[KVPool], pods: AgentPods, where: Whereabouts) -> Body:
+    """Make one DaemonSet.
+
+    Selectors cannot change: that of the first one, which is older, picks the pods of both. What another controller
+    owns it leaves alone.
+    """
+    assert pool.model is not None
+    labels = pods.template["metadata"]["labels"]
+    selector = {**_selector(pool.meta), **{k: v for k, v in labels.items() if k == names.LABEL_PAGES}}
+    spec = pods.template["spec"]
+    affinity = {**spec.get("affinity", {}), **_node_affinity(pool.model.spec.node_selector, where)}
+    content = {
+        "selector": {"matchLabels": selector},
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": HISTORY,
-        "template": pods.template,
+        "template": {**pods.template, "spec": {**spec, "affinity": affinity}},
     }
-    return sealed(ref, _metadata(pool), spec=spec)
+    return sealed(ref, _metadata(pool.meta), spec=content)
 
 
 def _budget(ref: Ref, pool: ObjectMeta, model: KVPool, nodes: int) -> Body:

@@ -5,14 +5,16 @@ verdicts, pods and KVPoolNodes that are in it and not on the order in which they
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Final
 
 from kvstrata_api import units
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_operator.decide.pools.placement import Placement
+from kvstrata_operator.observe.kinds import parse_time
 from kvstrata_operator.observe.parse import takes_node_memory
 from kvstrata_operator.observe.records import AgentPodSeen, PoolNodeSeen
 
@@ -30,6 +32,8 @@ class PoolPods:
     """Of several on one node the one that stays, and of those the newest."""
     troubled: set[str] = field(default_factory=set)
     """Nodes whose pod states why it does not run."""
+    unstarted: set[str] = field(default_factory=set)
+    """Nodes whose pod is there and has no sandbox yet."""
     _every: defaultdict[str, dict[str, AgentPodSeen]] = field(default_factory=lambda: defaultdict(dict))
     """All pods of each node by key."""
     _revisions: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -57,6 +61,7 @@ class PoolPods:
             if not self._revisions[before.revision]:
                 del self._revisions[before.revision]
         self.troubled.discard(node)
+        self.unstarted.discard(node)
         pods = self._every[node].values()
         if not pods:
             del self._every[node]
@@ -66,7 +71,25 @@ class PoolPods:
         self._revisions[chosen.revision].add(node)
         if chosen.trouble:
             self.troubled.add(node)
+        if chosen.unstarted_since and not chosen.is_deleting:
+            self.unstarted.add(node)
 
+    def late(self, now: datetime) -> AbstractSet[str]:
+        """Nodes whose pod should have had its sandbox by now."""
+        return {node for node in self.unstarted if (at := self._late_at(node)) is not None and at <= now}
+
+    def next_late(self, now: datetime) -> datetime | None:
+        """When the next one of them is late; None when time alone makes none so."""
+        moments = (self._late_at(node) for node in self.unstarted)
+        return min((at for at in moments if at is not None and at > now), default=None)
+
+    def _late_at(self, node: str) -> datetime | None:
+        since = parse_time(self.by_node[node].unstarted_since)
+        return since + timedelta(seconds=UNSTARTED_S) if since is not None else None
+
+
+UNSTARTED_S: Final = 20.0
+"""A pod's volumes and network are ready within 2 s here; the kubelet says only in Events what they wait for."""
 
 _NO_PODS: Final = PoolPods()
 """Of a pool whose agents others run. Never written to."""
@@ -250,14 +273,17 @@ class Tally:
         placement: Placement,
         not_run: Collection[str] = (),
         pods: PoolPods = _NO_PODS,
+        now: datetime | None = None,
     ) -> Facts:
         """What all nodes together come to.
 
-        `not_run` names nodes without the pod that they should have, `pods` are those of the pool where we run agents.
+        `not_run` names nodes without the pod that they should have, `pods` are those of the pool where we run agents,
+        of which `now` tells those that are late.
         """
         counts = self._counts
         stale = sum(1 for node in not_run if self._verdicts.get(node, _NOTHING).updated)
-        troubles = ((node, _trouble(pods.by_node[node])) for node in sorted(placement.nodes & pods.troubled))
+        in_trouble = pods.troubled | (pods.late(now) if now is not None else set())
+        troubles = ((node, _trouble(pods.by_node[node])) for node in sorted(placement.nodes & in_trouble))
         return Facts(
             matched=counts["matched"],
             current=counts["current"],
@@ -322,6 +348,37 @@ def memory_bytes(tiers: Iterable[NodeTier]) -> int:
     return sum(t.capacity_bytes for t in tiers if takes_node_memory(t.type, t.cxl.mode if t.cxl else ""))
 
 
+def pages_bytes(tiers: Iterable[NodeTier]) -> Counter[str]:
+    """Huge pages that tiers take, by the name of the resource."""
+    taken = Counter[str]()
+    for tier in tiers:
+        if (name := page_resource(tier)) is not None:
+            taken[name] += tier.capacity_bytes
+    return taken
+
+
+def page_resource(tier: NodeTier) -> str | None:
+    """Name the resource of a node that a tier's huge pages are; None of a tier that has none."""
+    if tier.host_dram is None or tier.host_dram.page_size == "4Ki":
+        return None
+    return f"hugepages-{tier.host_dram.page_size}"
+
+
+def pages_lacking(wanted: Mapping[str, int], offered: Mapping[str, int] | None, before: Mapping[str, int]) -> str:
+    """Say what a node lacks of the huge pages that are wanted, `before` being what older pools take; empty for nothing.
+
+    A node whose kubelet has not reported lacks nothing: an agent there waits for it.
+    """
+    if offered is None:
+        return ""
+    for name, wanted_bytes in sorted(wanted.items()):
+        left_bytes = max(0, offered.get(name, 0) - before.get(name, 0))
+        if left_bytes < wanted_bytes:
+            left, wants = units.format_rounded(left_bytes), units.format_rounded(wanted_bytes)
+            return f"its kubelet offers {left} of {name}, {wants} wanted"
+    return ""
+
+
 def _find(verdicts: Iterable[tuple[str, _Wrong]]) -> Finding:
     """Count the nodes with something wrong and keep the first one's words."""
     wrong = [(node, verdict) for node, verdict in verdicts if verdict is not None]
@@ -336,9 +393,11 @@ def _complaint(node: PoolNodeSeen, type_: str) -> _Wrong:
 
 
 def _trouble(pod: AgentPodSeen) -> _Wrong:
-    if not pod.trouble:
-        return None
-    return ("AgentsNotRunning", f"pod {pod.key}: {pod.trouble}")
+    if pod.trouble:
+        return ("AgentsNotRunning", f"pod {pod.key}: {pod.trouble}")
+    folders = f"one of {', '.join(pod.awaited)} is missing there" if pod.awaited else "a volume is not ready"
+    why = f"{folders}, or the node has no network for it: kubectl describe pod says which"
+    return ("AgentsNotStarted", f"pod {pod.key} was not started within {UNSTARTED_S:.0f} s: {why}")
 
 
 def _degradation(node: PoolNodeSeen, *, is_silent: bool) -> _Wrong:

@@ -33,6 +33,8 @@ class Hindrances:
     """Last error of what was tried for the pool; empty when all went well."""
     agents_fault: Fault | None = None
     """Why its agents are not run as they should be."""
+    agents_remark: str = ""
+    """What an administrator should know of its agents although all is well."""
     outdated_nodes: int = 0
     """Nodes whose pod is of another revision."""
     stuck_node: str = ""
@@ -149,7 +151,7 @@ def _provisioned(make: ConditionMaker, facts: Facts, hindrances: Hindrances) -> 
         return make.false("Provisioned", *wrong)
     counted = f"{facts.current} of {facts.matched} KVPoolNodes are as wanted"
     if facts.current == facts.matched:
-        return make.true("Provisioned", "Provisioned", counted)
+        return make.true("Provisioned", "Provisioned", "; ".join(filter(None, (counted, hindrances.agents_remark))))
     return make.false("Provisioned", "Paused" if hindrances.is_paused else "Provisioning", counted)
 
 
