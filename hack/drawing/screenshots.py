@@ -5,29 +5,40 @@ Fails when a page cannot be drawn, a panel shows an error or has no data, or a p
 """
 
 import argparse
+import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 from hour.script import told
 
 from demo.world import NODES, POOL
-from drawing import browser, page, sample_run
+from drawing import browser, page, prometheus_server, sample_run
 from drawing.dashboard_queries import read_all
 from drawing.prometheus_server import Server
+from kvstrata import PrefixCache
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OUT: Final = ROOT / "docs" / "img"
 PICTURE_BYTES_MAX: Final = 150_000
 ALL_BYTES_MAX: Final = 1_500_000
 _MARGIN_S: Final = 5.0
-"""Drawn before and behind the run."""
+"""Drawn before the run, and waited for behind it."""
+_SCRAPED_S: Final = 60.0
+"""Until a process that started again is scraped; Prometheus takes in new targets every 5 s."""
+_PROMPTS: Final = 16
+"""Of a picture: 344 MiB, more than memory holds."""
+_STEM_BLOCKS: Final = 24
+"""What the prompts of a picture share, of 64."""
 
 
 def pages(run: sample_run.Run) -> dict[str, str]:
-    """Path of each page by the name of its picture."""
-    start_ms, end_ms = (round(1000 * s) for s in (run.started_s - _MARGIN_S, run.ended_s + _MARGIN_S))
+    """Path of each page by the name of its picture; dashboards show all of the time until now."""
+    start_ms, end_ms = (round(1000 * s) for s in (run.started_s - _MARGIN_S, time.time()))
     boards = {uid.removeprefix("kvstrata-"): f"d/{uid}" for uid in read_all(ROOT / "dashboards")}
     times = f"?from={start_ms}&to={end_ms}&refresh="
     return {"map": "map", "prefixes": "prefixes"} | {name: path + times for name, path in boards.items()}
@@ -68,6 +79,40 @@ def metadata_of(server: Server) -> str:
     return found[0].labels["instance"] if found else ""
 
 
+def go_on(run: sample_run.Run) -> None:
+    """An hour ends with everything erased: engines of one tenant start again, with prompts that branch.
+
+    Raises `TimeoutError` when not all processes are scraped.
+    """
+    world, node = run.world, f'kvstrata_tier_used_bytes{{pool="{POOL}",node="{NODES[1]}"}}'
+    if not run.server.wait(lambda: bool(run.server.query(node)), _SCRAPED_S):
+        raise TimeoutError(f"{NODES[1]} is not scraped {_SCRAPED_S:.0f} s after its restart")
+    unbound = json.dumps([{"op": "remove", "path": "/spec/retention"}])
+    world.cluster.kubectl("patch", "kvtenant", "alpha", "--type=json", "-p", unbound)
+    content = np.random.default_rng(7).integers(0, 256, (sample_run.HELPING, sample_run.LAYOUT.block_bytes), np.uint8)
+    prompts = {f"agent-{n}": prompt(n) for n in range(_PROMPTS)}
+    with world.client("alpha", NODES[0], sample_run.LAYOUT) as client:
+        for name, tokens in prompts.items():
+            client.open_session(name)
+            PrefixCache(client).store(tokens, content, session=name)
+    with world.client("alpha", NODES[1], sample_run.LAYOUT) as client:
+        for tokens in list(prompts.values())[-2:]:
+            PrefixCache(client).load(tokens)
+    time.sleep(_MARGIN_S)
+
+
+def prompt(number: int) -> "npt.NDArray[np.uint32]":
+    """Tokens of 64 blocks: a stem that every second one shares, and what is its own."""
+    block, stem = sample_run.LAYOUT.block_tokens, 1_000_000 * (1 + number % 2)
+    own = 10_000_000 + 100_000 * number
+    return np.concatenate(
+        [
+            np.arange(stem, stem + _STEM_BLOCKS * block, dtype=np.uint32),
+            np.arange(own, own + (sample_run.HELPING - _STEM_BLOCKS) * block, dtype=np.uint32),
+        ]
+    )
+
+
 def options_of(run: sample_run.Run) -> tuple[str, ...]:
     """How the page finds the metadata service, and the agents with tokens of both tenants."""
     layout = sample_run.LAYOUT
@@ -94,6 +139,8 @@ def main() -> int:
         told(Path(folder), print) as hour,
         page.serving(hour.run.server.address, options_of(hour.run)) as address,
     ):
+        prometheus_server.add_targets(Path(folder), "kvstrata", hour.run.addresses)
+        go_on(hour.run)
         wrong = take(address, pages(hour.run), given.out)
     for problem in wrong:
         print(f"wrong: {problem}", file=sys.stderr)

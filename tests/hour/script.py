@@ -1,5 +1,6 @@
 """The hour itself, and what is counted of it."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,10 +38,11 @@ class Hour:
     receiver: Receiver
 
     def answers(self, query: PanelQuery, values: dict[str, str]) -> int:
-        """How many series a query returns, at its best moment."""
+        """How many series with a number in them a query returns."""
         run = self.run
         expr = filled(query.expr, values, RATE_INTERVAL_S, run.ended_s - run.started_s)
-        return len(run.server.query_range(expr, run.started_s, run.ended_s, SCRAPE_S))
+        series = run.server.query_range(expr, run.started_s, run.ended_s, SCRAPE_S)
+        return sum(any(math.isfinite(value) for _, value in s.points) for s in series)
 
     def names(self) -> set[str]:
         """Our metrics that had a sample."""

@@ -36,7 +36,7 @@ class Run:
     held: int
     """Blocks that somebody reads, pins, decodes from or moves."""
     idle_s: float | None
-    """Since the last use of any of them; None where their sessions were closed for good: they are the first to go."""
+    """Since the last use of any of them; None where they were made the first to go."""
     sessions: tuple[str, ...]
     """Sessions of the tenant that end with its last block, at most 8."""
 

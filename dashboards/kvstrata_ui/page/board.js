@@ -111,6 +111,8 @@ class Chosen {
   get range() {
     const preset = this.to === "now" && RANGES.find(([from]) => from === this.from);
     if (preset) return preset[1];
+    const [, last] = (this.to === "now" && /^now-(\d+[smhd])$/.exec(this.from)) || [];
+    if (last) return `Last ${last}`;
     const moment = (written) => (/^\d+$/.test(written) ? clock(Number(written) / 1000, true) : written);
     return `${moment(this.from)} to ${moment(this.to)}`;
   }

@@ -6,6 +6,8 @@ import { clock, number, text, ticks } from "./format.js";
 const SERIES_MAX = 100;
 const PALETTE = ["#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#e0528b", "#b877d9", "#37a6a0", "#8ab8ff", "#c15c17", "#a3a948", "#9f6b4a", "#7c6fd6"];
 const AXIS_PX = 58;
+/** Room of a time on the axis, with and without its seconds. */
+const WIDE_PX = 68, NARROW_PX = 48;
 
 /** Draw into `body`; false when there is no series. `scene` has marks, and what to do with a chosen range. */
 export function graph(panel, answer, body, scene) {
@@ -52,7 +54,7 @@ export function graph(panel, answer, body, scene) {
     series: [{}, ...series],
     scales: { x: { time: true, range: () => [answer.start_s, answer.end_s] }, y: { range: (_, low, high) => yRange(low, high, min, max, unit) } },
     axes: [
-      { ...axis, size: 22, space: 66, values: (_, seconds) => seconds.map((s) => clock(s, seconds[1] - seconds[0] < 60)) },
+      { ...axis, size: 22, space: (_, __, low, high, px) => ((high - low) / (px / NARROW_PX) < 60 ? WIDE_PX : NARROW_PX), values: (_, seconds) => seconds.map((s) => clock(s, seconds[1] - seconds[0] < 60)) },
       { ...axis, size: AXIS_PX, splits: (_, __, low, high) => ticks(low, high, unit), values: (_, marks) => marks.map((v) => text(v, unit)) },
     ],
     cursor: { sync: { key: "kvstrata" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 }, focus: { prox: 24 } },
@@ -164,7 +166,7 @@ function drawMarks(plot, marks) {
     const from = plot.valToPos(mark.start_s, "x", true), to = plot.valToPos(mark.end_s, "x", true);
     const width = Math.max(devicePixelRatio, to - from), foot = bbox.top + bbox.height;
     ctx.fillStyle = styled(mark.color);
-    ctx.globalAlpha = 0.12;
+    ctx.globalAlpha = 0.07;
     ctx.fillRect(from, bbox.top, width, bbox.height);
     ctx.globalAlpha = 0.7;
     ctx.fillRect(from, bbox.top, devicePixelRatio, bbox.height);

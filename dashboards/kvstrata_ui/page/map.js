@@ -62,13 +62,13 @@ function drawAlerts(alerts) {
 function drawPool(pool) {
   const ready = pool.is_ready == null ? "" : pool.is_ready ? "ready" : "not ready";
   const trouble = pool.troubled_count ? `${pool.troubled_count} with trouble` : "nothing wrong";
-  const head = element("h2", {}, pool.pool, element("small", {}, [`${pool.node_count} nodes`, trouble, ready].filter(Boolean).join(", ")));
-  const total = element("article", { class: "node total" }, element("h3", {}, "All nodes together"), ladder(pool.tiers, pool.flows));
+  const head = element("h2", {}, pool.pool, element("small", {}, [pool.node_count === 1 ? "1 node" : `${pool.node_count} nodes`, trouble, ready].filter(Boolean).join(", ")));
+  const total = pool.node_count === 1 ? null : element("article", { class: "node total" }, element("h3", {}, "All nodes together"), ladder(pool.tiers, pool.flows));
   const isSmall = pool.nodes.length <= CARDS_MAX;
   const nodes = pool.nodes.map(isSmall ? card : square);
   const left = pool.node_count - pool.nodes.length;
   return element("section", { class: "pool", "data-pool": pool.pool }, head,
-    element("div", { class: isSmall ? "cards" : "squares" }, total, ...nodes),
+    element("div", { class: isSmall ? "cards" : "squares" }, [total, ...nodes]),
     left > 0 ? element("p", { class: "left-out" }, `${left} more nodes: those in trouble and the fullest are shown`) : null);
 }
 

@@ -40,8 +40,14 @@ function explain() {
 
 function drawTree(tree, width, onSession) {
   const head = element("h2", {}, tree.tenant, element("small", {}, `at ${tree.agent}`));
-  const body = tree.error ? [element("p", { class: "failed", role: "alert" }, tree.error)] : tree.scopes.map((scope) => drawScope(scope, tree, width, onSession));
+  const body = tree.error ? [element("p", { class: "failed", role: "alert" }, tree.error)] : scopesOf(tree).map((scope) => drawScope(scope, tree, width, onSession));
   return element("section", { class: "pool", "data-tenant": tree.tenant, "data-agent": tree.agent }, head, ...body);
+}
+
+/** Scopes with something in them, or else that of the tenant alone. */
+function scopesOf(tree) {
+  const filled = tree.scopes.filter((scope) => scope.runs.length);
+  return filled.length ? filled : tree.scopes.slice(-1);
 }
 
 function drawScope(scope, tree, width, onSession) {
@@ -112,7 +118,7 @@ function drawRun(run, scope, tree, perBlock, onSession) {
 }
 
 function usedOf(run) {
-  return run.idle_s == null ? "given up, the first to go" : `used ${text(run.idle_s, "s")} ago`;
+  return run.idle_s == null ? "the first to go" : `used ${text(run.idle_s, "s")} ago`;
 }
 
 async function showLife(life, tree, name) {

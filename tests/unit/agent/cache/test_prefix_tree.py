@@ -42,7 +42,7 @@ def test_a_session_ends_a_run_and_only_its_own_tenants_names_are_told() -> None:
     assert (second.parent, second.blocks, second.sessions) == (0, 1, ())
 
 
-def test_what_a_session_is_done_with_has_no_time_of_use() -> None:
+def test_what_was_made_the_first_to_go_has_no_time_of_use() -> None:
     (run,) = runs_of([entry(1, used_at_s=0.0)])
 
     assert run.idle_s is None
