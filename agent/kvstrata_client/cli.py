@@ -1,6 +1,6 @@
 """The `kvstrata` command: runs or shows an agent, shows the fleet, checks manifests, names prefixes and readers.
 
-It also looks at a cluster before an installation, says how much KV a model makes, replays recorded requests, calibrates
+It also looks at a cluster before an installation and after, says how much KV a model makes, replays recorded requests, calibrates
 codecs on captured KV, and serves a page with dashboards and a map.
 """
 
@@ -38,6 +38,7 @@ COMMANDS: Final = {
         "who may read a prefix, or the blocks of a tenant, domain or share, and why others may not",
     ),
     "install": ("install.options", "whether the chart will work on a cluster, and what mends what will not"),
+    "doctor": ("doctor.options", "what is wrong with a release that runs, worst first, and what mends it"),
     "capacity": ("capacity.options", "how many bytes of KV a model makes of a token, and what a tier holds of it"),
     "digest": ("digest.options", "digest and token count of a prefix, as YAML for a KVPrefixShare"),
     "calibrate": ("calibrate.options", "forms for captured KV under a permitted error, as YAML for a KVPool"),

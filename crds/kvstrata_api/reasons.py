@@ -1,6 +1,6 @@
 """Catalogue of every condition that we write: what each reason means, how bad it is, and what to do about it.
 
-`docs/conditions.md` is made from it, and a test holds it to the code both ways. Pure.
+`docs/conditions.md` is made from it, `kvstrata doctor` judges by it, and a test holds it to the code both ways. Pure.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ class Reason:
     mend: str = ""
     """A command, or what to do; empty for what is good or passes.
 
-    In commands NAME and NAMESPACE are the object's, POOL and NODE those that it names, SYSTEM is the namespace of the
-    release.
+    In commands NAME and NAMESPACE are the object's, POOL and NODE those that it names, LABELS those of its
+    spec.nodeSelector, SYSTEM is the namespace of the release, CHART what was installed.
     """
 
 
@@ -73,7 +73,7 @@ _POOL: Final = (
            "No agent's pod can be made from the ConfigMap, by the message.", _TEMPLATE),
     Reason("KVPool", ("Provisioned", "Ready"), "False", "NoMatchingNodes", _BROKEN,
            "No node has the labels of spec.nodeSelector.",
-           "kubectl label node NODE KEY=VALUE with the labels of spec.nodeSelector"),
+           "kubectl label node NODE LABELS"),
     Reason("KVPool", ("Provisioned",), "False", "PathConflict", _BROKEN,
            "An older pool has the same path on a node, which is left out.", "give tiers of this pool other paths"),
     Reason("KVPool", ("Provisioned",), "False", "NameTooLong", _BROKEN,
@@ -256,7 +256,7 @@ _NODE: Final = (
            "The time for draining is over and blocks are still in memory alone; they are given up.",
            "a longer updateStrategy.drain.timeoutSeconds of the pool, or a tier that outlives the agent"),
     Reason("KVPoolNode", ("Draining",), "True", "RemovingTiers", _PASSING, "Tiers of a deleted pool are taken down."),
-    Reason("KVPoolNode", ("Draining",), "False", "Drained", _PASSING,
+    Reason("KVPoolNode", ("Draining",), "False", "Drained", _GOOD,
            "Every block that can outlive the agent has a copy that does."),
 )  # fmt: skip
 

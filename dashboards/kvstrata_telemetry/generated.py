@@ -91,12 +91,13 @@ _CONDITIONS_HEAD: Final = """\
 # Conditions and reasons
 
 Made from `crds/kvstrata_api/reasons.py` by `make generate`; a test holds it to the code. Every condition has a message
-with names and numbers: `kubectl get KIND NAME -o yaml`.
+with names and numbers: `kubectl get KIND NAME -o yaml`. `kvstrata doctor` reads all of them, and prints those that are
+bad news with what mends them ([operations](operations.md#what-is-wrong)).
 
 *good*: as it should be. *passing*: healthy objects go through it, and it is bad news only when it lasts. *echo*:
 another condition has the cause. *warning*: it works, otherwise than was asked for. *broken*: something does not. In
-commands NAME and NAMESPACE are the object's, POOL and NODE those that it names, SYSTEM is the namespace of the release,
-CHART the chart as it was installed.
+commands NAME and NAMESPACE are the object's, POOL and NODE those that it names, LABELS those of its spec.nodeSelector,
+SYSTEM is the namespace of the release, and CHART what was installed.
 """
 
 

@@ -24,13 +24,13 @@ WAIT_S = 5.0
 
 def stats_options(found: argparse.ArgumentParser) -> None:
     """Options of `stats`."""
-    _common(found)
+    target_options(found)
     found.set_defaults(run=_stats)
 
 
 def explain_options(found: argparse.ArgumentParser) -> None:
     """Options of `explain`."""
-    _common(found)
+    target_options(found)
     what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("--session", default="", help="a session of the token's tenant")
     what.add_argument("--digest", default="", help="a block's digest in hex; needs --scope")
@@ -47,7 +47,7 @@ def session_options(found: argparse.ArgumentParser) -> None:
         "What the node's agent remembers: up to 64 events of a session, the earliest first. Regret is what the other "
         "choice between fetching and computing would have saved."
     )
-    _common(found)
+    target_options(found)
     found.add_argument("name", help="a session of the token's tenant")
     found.add_argument("--json", action="store_true", help="JSON instead of a table")
     found.set_defaults(run=_session)
@@ -55,7 +55,7 @@ def session_options(found: argparse.ArgumentParser) -> None:
 
 def lookup_options(found: argparse.ArgumentParser) -> None:
     """Options of `lookup`."""
-    _common(found)
+    target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     found.set_defaults(run=_lookup)
 
@@ -66,7 +66,7 @@ def route_hint_options(found: argparse.ArgumentParser) -> None:
         "From the node's agent and the directory. Seconds are for an idle node: what lies in slower tiers is fetched "
         "at the speed that this node measured of its own, the rest is computed."
     )
-    _common(found)
+    target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     found.add_argument("--json", action="store_true", help="JSON instead of a table")
     found.set_defaults(run=_route_hint)
@@ -78,13 +78,13 @@ def why_miss_options(found: argparse.ArgumentParser) -> None:
         "Names the first block of a prompt that is missing, and the decision that took it away. What was never stored "
         "and what the token may not read have one answer."
     )
-    _common(found)
+    target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     found.add_argument("--json", action="store_true", help="all of it, as JSON")
     found.set_defaults(run=_why_miss)
 
 
-def _common(found: argparse.ArgumentParser) -> None:
+def target_options(found: argparse.ArgumentParser) -> None:
     """Options that choose agent, pool, identity and layout."""
     found.add_argument(
         "--socket", default=os.environ.get("KVSTRATA_SOCKET"), help=f"default: {names.socket_path('POOL')}"
@@ -104,7 +104,7 @@ def _common(found: argparse.ArgumentParser) -> None:
     found.add_argument("--block-tokens", type=int, default=16)
 
 
-def _attach(given: argparse.Namespace) -> Client:
+def attach(given: argparse.Namespace) -> Client:
     """Attach. Raises the `KvStrataError` that keeps the client away."""
     if not given.pool:
         raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
@@ -135,13 +135,13 @@ def _read_layout(path: Path) -> Layout:
 
 
 def _stats(given: argparse.Namespace) -> int:
-    with _attach(given) as client:
+    with attach(given) as client:
         _print(json.loads(client.stats()))
     return 0
 
 
 def _explain(given: argparse.Namespace) -> int:
-    with _attach(given) as client:
+    with attach(given) as client:
         key = _key(client, given) if given.digest else None
         scope = _scope(client, given).id if given.tree else ""
         _print(json.loads(client.explain(key=key, session=given.session, scope=scope)))
@@ -150,7 +150,7 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _session(given: argparse.Namespace) -> int:
     """Print a session's state and events; 1 when the agent does not know it."""
-    with _attach(given) as client:
+    with attach(given) as client:
         found = json.loads(client.explain(session=given.name))
     if given.json:
         _print(found)
@@ -205,7 +205,7 @@ def _key(client: Client, given: argparse.Namespace) -> BlockKey:
 
 def _lookup(given: argparse.Namespace) -> int:
     tokens = _read_tokens(given.tokens)
-    with _attach(given) as client:
+    with attach(given) as client:
         grants = client.grants
         assert grants is not None, "an attached client has grants"
         _print([_found(client, scope, tokens) for scope in grants.scopes])
@@ -247,7 +247,7 @@ def _answers(
 ) -> list[dict[str, Any]]:
     """Ask about the given tokens in each scope. Raises `UnsupportedError` of an agent that lacks the verb."""
     tokens = _read_tokens(given.tokens)
-    with _attach(given) as client:
+    with attach(given) as client:
         grants = client.grants
         assert grants is not None, "an attached client has grants"
         if verb.__name__ not in grants.verbs:
