@@ -1,7 +1,7 @@
 """The `kvstrata` command: runs or shows an agent, shows the fleet, checks manifests, names prefixes and readers.
 
-It also looks at a cluster before an installation and after it, says how much KV a model makes, replays recorded requests,
-calibrates codecs on captured KV, and serves a page with dashboards and a map.
+It also looks at a cluster before an installation and afterwards, says how much KV a model makes, replays recorded
+requests, calibrates codecs on captured KV, and serves a page with dashboards and a map.
 """
 
 import argparse
