@@ -83,9 +83,10 @@ class Finding:
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
     found.description = (
-        "Reads our objects, the release's pods and agents' Leases with kubectl, and changes nothing. With --socket it "
-        "also attaches to the node's agent as an engine would; without kubectl it does that alone. Exit status: 0 when "
-        "nothing is wrong, 1 with findings, 2 for wrong usage. docs/conditions.md has every reason."
+        "Reads our objects, the release's pods and agents' Leases with kubectl, and changes nothing. With --pool (and "
+        "--socket, where it is elsewhere) it also attaches to the node's agent as an engine would; without kubectl it "
+        "does that alone. Exit status: 0 when nothing is wrong, 1 with findings, 2 for wrong usage. docs/conditions.md "
+        "has every reason."
     )
     found.epilog = "example: kvstrata doctor -o json"
     found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
@@ -96,16 +97,20 @@ def options(found: argparse.ArgumentParser) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    """Print every finding; 1 when there is one."""
+    """Print every finding; 1 when there is one, 2 when the agent is to be asked and options are missing."""
     seen: Seen | None = None
     try:
         seen = observe(Kubectl.of(given, "it asks the cluster"), given.namespace)
     except UnsupportedError:
-        if not given.socket:
+        if not (given.socket or given.pool):
             raise
     found = list(findings(seen)) if seen is not None else []
-    if given.socket:
-        found = ordered([*found, *_of_agent(given, seen.objects if seen is not None else ())])
+    if given.socket or given.pool:
+        try:
+            found = ordered([*found, *_of_agent(given, seen.objects if seen is not None else ())])
+        except InvalidInputError as e:
+            sys.stderr.write(f"kvstrata doctor: {e}\n")
+            return 2
     if given.output == "json":
         sys.stdout.write(json.dumps({"findings": [asdict(one) for one in found]}, indent=2) + "\n")
     else:
@@ -265,7 +270,7 @@ def _of_agent(given: argparse.Namespace, objects: Sequence[Json]) -> list[Findin
     try:
         agent.attach(given).close()
     except KvStrataError as e:
-        return [refusal(given.socket, e)]
+        return [refusal(given.socket or names.socket_path(given.pool), e)]
     return []
 
 

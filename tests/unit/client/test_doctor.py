@@ -301,6 +301,21 @@ def test_without_kubectl_the_agent_alone_is_asked(
         assert "1 findings" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("--socket", "/s"), "--pool"), (("--pool", "p"), "--layout FILE"), (("-o", "yaml"), "invalid choice")],
+)
+def test_wrong_usage_has_a_status_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: Any, said: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    out, err = capsys.readouterr()
+
+    assert (ended.value.code, out, said in err) == (2, "", True), err
+
+
 def test_the_layout_of_the_pool_is_taken_from_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     compatibility = {"model": "m", "revision": "r", "dtype": "fp16", "blockTokens": 32}
     pool = thing("KVPool", "demo", {"compatibility": compatibility})
