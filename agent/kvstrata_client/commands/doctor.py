@@ -338,4 +338,4 @@ def _lines(found: Sequence[Finding]) -> Iterator[str]:
         yield f"{one.weight.upper():8}{one.subject}: {one.reason}"
         yield f"        {one.message}"
         yield f"        mend: {one.mend}"
-    yield f"{len(found)} findings" if found else "nothing is wrong"
+    yield f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing is wrong"
