@@ -38,7 +38,7 @@ from kvstrata_client.verbs.calls import (
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.counters import Counters
 from kvstrata_client.verbs.leases import Leases
-from kvstrata_client.verbs.results import Answer, Grants, Hinted, Lease, Prefix, Published, Reservation
+from kvstrata_client.verbs.results import Answer, Grants, Hinted, Lease, Prefix, Published, Reservation, Scope
 
 T = TypeVar("T")
 
@@ -255,9 +255,9 @@ class Client:
         """Tiers and counters as JSON text; `{}` when the agent is away."""
         return self._one(calls.stats(self.target))
 
-    def explain(self, *, key: BlockKey | None = None, session: str = "", scope: str = "") -> str:
-        """Why a block or a session is where it is, or what a scope has, as JSON text (`wire.Explain`)."""
-        return self._one(calls.explain(self.target, key, session, scope))
+    def explain(self, *, key: BlockKey | None = None, session: str = "", granted: Scope | None = None) -> str:
+        """Why a block or a session is where it is, or what one of `grants.scopes` has, as JSON text: `wire.Explain`."""
+        return self._one(calls.explain(self.target, key, session, granted))
 
     def why_miss(self, keys: Sequence[BlockKey]) -> str:
         """Why these chained keys (one scope) are not found, or not all, as JSON text: see `wire.WhyMiss`.

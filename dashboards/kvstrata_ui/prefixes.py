@@ -70,7 +70,7 @@ class Prefixes:
             with self._attached(socket, tenant) as client:
                 found["agent"] = json.loads(client.stats())["agent"]
                 for scope in client.grants.scopes if client.grants is not None else ():
-                    told = json.loads(client.explain(scope=scope.id))
+                    told = json.loads(client.explain(granted=scope))
                     found["scopes"].append({"kind": scope.kind, "name": scope.name, **told})
         except KvStrataError as e:
             found["error"] = str(e)

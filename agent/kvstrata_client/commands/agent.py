@@ -143,8 +143,8 @@ def _stats(given: argparse.Namespace) -> int:
 def _explain(given: argparse.Namespace) -> int:
     with attach(given) as client:
         key = _key(client, given) if given.digest else None
-        scope = _scope(client, given).id if given.tree else ""
-        _print(json.loads(client.explain(key=key, session=given.session, scope=scope)))
+        granted = _scope(client, given) if given.tree else None
+        _print(json.loads(client.explain(key=key, session=given.session, granted=granted)))
     return 0
 
 

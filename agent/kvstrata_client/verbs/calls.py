@@ -496,9 +496,9 @@ def stats(target: Target) -> Call[str]:
     return _text(wire.Stats, target)
 
 
-def explain(target: Target, key: BlockKey | None, session: str, scope: str = "") -> Call[str]:
+def explain(target: Target, key: BlockKey | None, session: str, granted: Scope | None = None) -> Call[str]:
     """Why a block or session is where it is, or what a scope has, as JSON."""
-    scope, digest = (key.scope, key.digest) if key else (scope, b"")
+    scope, digest = (key.scope, key.digest) if key else (granted.id if granted else "", b"")
     return _text(lambda i: wire.Explain(i, scope, digest, session), target)
 
 
