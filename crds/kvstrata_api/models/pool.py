@@ -66,7 +66,11 @@ class CxlEmulation(ApiModel):
 class CxlTier(ApiModel):
     """CXL memory."""
 
-    mode: CxlMode = Field(CxlMode.NUMA_NODE, description="NumaNode, DevDax or Emulated.")
+    mode: CxlMode = Field(
+        CxlMode.NUMA_NODE,
+        description="NumaNode: memory of NUMA nodes without processors. DevDax: a dax device that is mapped. Emulated: "
+        "memory of the host plays it.",
+    )
     emulated: CxlEmulation | None = Field(None, description="Set exactly when mode is Emulated.")
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
 
@@ -216,14 +220,19 @@ class PlacementPolicy(ApiModel):
 class PrefetchPolicy(ApiModel):
     """What is brought up before it is asked for."""
 
-    type: Literal["Urgency", "None"] = Field("Urgency", description="Urgency or None.")
+    type: Literal["Urgency", "None"] = Field(
+        "Urgency", description="Urgency: blocks of sessions that will soon go on are brought up. None: nothing is."
+    )
     max_inflight_bytes: Quantity = Field(2 << 30, description="Bound on bytes in flight.")
 
 
 class RecomputePolicy(ApiModel):
     """When recomputing is cheaper than fetching."""
 
-    type: Literal["CostModel", "AlwaysFetch"] = Field("CostModel", description="CostModel or AlwaysFetch.")
+    type: Literal["CostModel", "AlwaysFetch"] = Field(
+        "CostModel",
+        description="CostModel: what is slower to fetch than to compute is computed. AlwaysFetch: all is fetched.",
+    )
     prefill_tokens_per_second: int = Field(12_000, ge=1, le=100_000_000, description="The engine's prefill rate.")
 
 
@@ -307,7 +316,11 @@ class DrainSpec(ApiModel):
 class UpdateStrategy(ApiModel):
     """How changes roll over the nodes."""
 
-    type: Literal["RollingUpdate", "OnDelete"] = Field("RollingUpdate", description="RollingUpdate or OnDelete.")
+    type: Literal["RollingUpdate", "OnDelete"] = Field(
+        "RollingUpdate",
+        description="RollingUpdate: the operator replaces agents, maxUnavailable nodes at once. OnDelete: an agent is "
+        "replaced when somebody deletes its pod.",
+    )
     max_unavailable: int = Field(1, ge=1, le=5_000, description="Nodes that may be away at once.")
     drain: DrainSpec = Field(DrainSpec(), description="Drain before restart.")
     progress_deadline_seconds: int = Field(
@@ -344,7 +357,9 @@ class KVPoolSpec(ApiModel):
     policy: PoolPolicy = Field(PoolPolicy(), description="What to keep and where.")
     metadata: MetadataSpec = Field(MetadataSpec(), description="Directory.")
     update_strategy: UpdateStrategy = Field(UpdateStrategy(), description="Rollout of changes.")
-    deletion_policy: Literal["Retain", "Destroy"] = Field("Retain", description="What happens to bytes that survive.")
+    deletion_policy: Literal["Retain", "Destroy"] = Field(
+        "Retain", description="Retain: files and objects stay when the pool is deleted. Destroy: they are removed."
+    )
     destroy_confirmation: str | None = Field(
         None, max_length=64, description="Must be destroy-all-kv-blocks when deletionPolicy is Destroy."
     )

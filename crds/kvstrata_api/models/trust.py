@@ -66,7 +66,11 @@ class KVTenantSpec(ApiModel):
         json_schema_extra=SET,
     )
     quotas: tuple[TenantQuota, ...] = Field((), max_length=64, description="By pool and tier.")
-    over_quota: Literal["Evict", "Reject", "Demote"] = Field("Evict", description="What happens at the hard quota.")
+    over_quota: Literal["Evict", "Reject", "Demote"] = Field(
+        "Evict",
+        description="At the hard quota. Evict: the tenant's oldest blocks give way. Demote: they go to the next slower "
+        "tier. Reject: new blocks are refused.",
+    )
     weight: int = Field(100, ge=1, le=10_000, description="Share of contended bandwidth and space.")
     priority_classes: tuple[Name, ...] = Field(
         (),
