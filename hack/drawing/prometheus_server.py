@@ -111,7 +111,7 @@ def start(folder: Path, targets: Targets, rules: Path | None = None, interval_s:
     if shutil.which("prometheus") is None:
         raise NotInstalledError("prometheus is not installed: `apt-get install prometheus`")
     (port,) = free_ports(1)
-    (folder / "prometheus.yml").write_text(json.dumps(_config(folder, targets, rules, interval_s)))
+    (folder / "prometheus.yml").write_text(json.dumps(_config(targets, rules, interval_s)))
     command = [
         *("setpriv", "--pdeathsig", "KILL", "prometheus", f"--config.file={folder / 'prometheus.yml'}"),
         *(f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"),
@@ -128,26 +128,9 @@ def start(folder: Path, targets: Targets, rules: Path | None = None, interval_s:
         process.wait()
 
 
-def add_targets(folder: Path, job: str, addresses: Sequence[str]) -> None:
-    """Have the Prometheus in `folder` scrape more: processes that started again listen elsewhere."""
-    new = folder / f"{job}.new"
-    new.write_text(json.dumps([{"targets": list(addresses)}]))
-    new.replace(_more(folder, job))
-
-
-def _more(folder: Path, job: str) -> Path:
-    """What a job scrapes besides its first targets; no file, nothing."""
-    return folder / f"{job}.more.json"
-
-
-def _config(folder: Path, targets: Targets, rules: Path | None, interval_s: float) -> dict[str, Any]:
+def _config(targets: Targets, rules: Path | None, interval_s: float) -> dict[str, Any]:
     jobs = [
-        {
-            "job_name": job,
-            "honor_labels": True,
-            "static_configs": [{"targets": list(addresses)}],
-            "file_sd_configs": [{"files": [str(_more(folder, job))], "refresh_interval": "1s"}],
-        }
+        {"job_name": job, "honor_labels": True, "static_configs": [{"targets": list(addresses)}]}
         for job, addresses in targets.items()
     ]
     interval = f"{int(interval_s * 1000)}ms"

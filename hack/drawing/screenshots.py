@@ -5,7 +5,6 @@ Fails when a page cannot be drawn, a panel shows an error or has no data, or a p
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from hour.script import told
 
 from demo.world import NODES, POOL
-from drawing import browser, page, prometheus_server, sample_run
+from drawing import browser, page, sample_run
 from drawing.dashboard_queries import read_all
 from drawing.prometheus_server import Server
 from kvstrata import PrefixCache
@@ -28,8 +27,6 @@ PICTURE_BYTES_MAX: Final = 150_000
 ALL_BYTES_MAX: Final = 1_500_000
 _MARGIN_S: Final = 5.0
 """Drawn before the run, and waited for behind it."""
-_SCRAPED_S: Final = 60.0
-"""Until a process that started again is scraped; Prometheus takes in new targets every 5 s."""
 _PROMPTS: Final = 16
 """Of a picture: 344 MiB, more than memory holds."""
 _STEM_BLOCKS: Final = 24
@@ -80,15 +77,8 @@ def metadata_of(server: Server) -> str:
 
 
 def go_on(run: sample_run.Run) -> None:
-    """An hour ends with everything erased: engines of one tenant start again, with prompts that branch.
-
-    Raises `TimeoutError` when not all processes are scraped.
-    """
-    world, node = run.world, f'kvstrata_tier_used_bytes{{pool="{POOL}",node="{NODES[1]}"}}'
-    if not run.server.wait(lambda: bool(run.server.query(node)), _SCRAPED_S):
-        raise TimeoutError(f"{NODES[1]} is not scraped {_SCRAPED_S:.0f} s after its restart")
-    unbound = json.dumps([{"op": "remove", "path": "/spec/retention"}])
-    world.cluster.kubectl("patch", "kvtenant", "alpha", "--type=json", "-p", unbound)
+    """Engines of one tenant go on behind the hour, with prompts that branch."""
+    world = run.world
     content = np.random.default_rng(7).integers(0, 256, (sample_run.HELPING, sample_run.LAYOUT.block_bytes), np.uint8)
     prompts = {f"agent-{n}": prompt(n) for n in range(_PROMPTS)}
     with world.client("alpha", NODES[0], sample_run.LAYOUT) as client:
@@ -139,7 +129,6 @@ def main() -> int:
         told(Path(folder), print) as hour,
         page.serving(hour.run.server.address, options_of(hour.run)) as address,
     ):
-        prometheus_server.add_targets(Path(folder), "kvstrata", hour.run.addresses)
         go_on(hour.run)
         wrong = take(address, pages(hour.run), given.out)
     for problem in wrong:
