@@ -17,6 +17,8 @@ PICTURE: Final = ROOT / "build/demo.png"
 _SCRAPE_S: Final = 1.0
 _SETTLE_S: Final = 3 * _SCRAPE_S
 """Until the last counters have been scraped twice."""
+_SCRAPED_S: Final = 15.0
+"""How long the story waits for the first scrape; Prometheus takes 5 s to look for targets."""
 
 
 class Page:
@@ -43,7 +45,9 @@ class Page:
         paths = (f"--config.file={self._at / 'prometheus.yml'}", f"--storage.tsdb.path={self._at / 'data'}")
         argv = ["prometheus", *paths, f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
         self._world.processes.spawn("prometheus", argv)
-        self._server = Server(f"127.0.0.1:{port}")
+        server = self._server = Server(f"127.0.0.1:{port}")
+        targets = len(self._world.metrics())
+        server.wait(lambda: server.is_ready() and server.healthy_targets() == targets, _SCRAPED_S)
 
     def finish(self) -> list[str]:
         """Serve the page and take its picture; lines that say where both are, or what is missing."""
