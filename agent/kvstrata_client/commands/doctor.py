@@ -135,11 +135,11 @@ def findings(seen: Seen) -> tuple[Finding, ...]:
     for subject in seen.objects:
         if _is_over(subject):
             continue
-        told = {one.reason: one for one in _conditions(seen, subject)}
-        every.extend(told.values())
+        by_reason = {one.reason: one for one in _conditions(seen, subject)}
+        every.extend(by_reason.values())
         if subject["kind"] == "KVPoolNode":
-            every.extend(_tiers(seen, subject, told))
-            every.extend(_silence(seen, subject, leases, told))
+            every.extend(_tiers(seen, subject, by_reason))
+            every.extend(_silence(seen, subject, leases, by_reason))
         every.extend(_unjudged(seen, subject))
     return tuple(ordered(every))
 
@@ -221,10 +221,10 @@ def _conditions(seen: Seen, subject: Json) -> Iterator[Finding]:
         yield Finding(weight, _subject(subject), reason, message, _filled(mend, seen, subject))
 
 
-def _tiers(seen: Seen, node: Json, told: Mapping[str, Finding]) -> Iterator[Finding]:
+def _tiers(seen: Seen, node: Json, by_reason: Mapping[str, Finding]) -> Iterator[Finding]:
     for tier in (node.get("status") or {}).get("tiers") or ():
         reason = f"Tier{tier.get('phase', '')}"
-        if reason not in ("TierDegraded", "TierFailed") or reason in told:
+        if reason not in ("TierDegraded", "TierFailed") or reason in by_reason:
             continue
         known = reasons.find("KVPoolNode", "TierReady", "False", "TierFailed")
         assert known is not None, "the catalogue has it: a test"
@@ -233,9 +233,9 @@ def _tiers(seen: Seen, node: Json, told: Mapping[str, Finding]) -> Iterator[Find
         yield Finding(weight, _subject(node), reason, message, _filled(known.mend, seen, node))
 
 
-def _silence(seen: Seen, node: Json, leases: Mapping[str, Json], told: Mapping[str, Finding]) -> Iterator[Finding]:
+def _silence(seen: Seen, node: Json, leases: Mapping[str, Json], by_reason: Mapping[str, Finding]) -> Iterator[Finding]:
     """An agent that nobody has called silent yet, for the operator is away too."""
-    is_told = "LeaseExpired" in told or seen.parts is None
+    is_told = "LeaseExpired" in by_reason or seen.parts is None
     if is_told or not any(c["type"] == "AgentConnected" for c in _stated(node)):
         return
     spec = (leases.get(names.agent_lease_name(node["spec"]["poolRef"], node["spec"]["nodeName"])) or {}).get("spec", {})
