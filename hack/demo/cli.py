@@ -118,7 +118,7 @@ def _play(report: Report, *, is_kept: bool, is_current_cluster: bool, has_vllm: 
                 raise
             report.lines(world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains").splitlines())
             report.lines(world.absences())
-            report.lines([f"metrics of {name}: curl {url}" for name, url in world.metrics().items()])
+            report.lines([f"metrics of {name}: curl http://{at}/metrics" for name, at in world.metrics().items()])
             report.lines(page.finish())
             if not is_kept:
                 report.lines(["everything is stopped and removed now; `make demo KEEP=1` leaves it running"])

@@ -61,15 +61,14 @@ class Page:
         return [f"page: {address}d/kvstrata-fleet?from=now-5m&to=now&refresh=5s", self._picture(address)]
 
     def _find_targets(self) -> None:
-        addresses = [url.removeprefix("http://").removesuffix("/metrics") for url in self._world.metrics().values()]
         new = self._at / "targets.new"
-        new.write_text(json.dumps([{"targets": addresses}]))
+        new.write_text(json.dumps([{"targets": [*self._world.metrics().values()]}]))
         new.replace(self._at / "targets.json")
 
     def _serve(self, server: Server) -> str:
         """Start `kvstrata ui`; the address that it prints, or nothing where it ends instead."""
         processes = self._world.processes
-        metadata = self._world.metrics()["metadata"].removeprefix("http://").removesuffix("/metrics")
+        metadata = self._world.metrics()["metadata"]
         options = ("--prometheus", f"http://{server.address}", "--metadata", metadata, "--listen", "127.0.0.1:0")
         argv = [sys.executable, "-m", "kvstrata_client.cli", "ui", *options, "--scrape-interval-s", f"{_SCRAPE_S:g}"]
         processes.spawn("ui", argv)

@@ -36,15 +36,17 @@ Say = Callable[[str], None]
 class World:
     """One demo's cluster, processes and files. Leaving it as a context manager removes all of them."""
 
-    def __init__(self, say: Say, *, is_current_cluster: bool, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, say: Say, *, is_current_cluster: bool, options: Sequence[str] = (), name: str = "kvstrata"
+    ) -> None:
         """Start the cluster; `say` is told of each step. Raises `DemoError`; nothing is left behind then.
 
-        All of our processes are given `options`.
+        All of our processes are given `options`. Its folder is called after `name`.
         """
         self._say = say
         self._is_current_cluster = is_current_cluster
         self._is_kept = False
-        self.root = _state_dir()
+        self.root = _state_dir(name)
         self.processes = Supervised(self.root, options)
         self.cluster: Cluster
         try:
@@ -145,10 +147,10 @@ class World:
         apply_example(self.cluster, "02-trust-domain", self.root / "host")
 
     def metrics(self) -> dict[str, str]:
-        """URL of each process's metrics."""
+        """`host:port` at which each process serves its metrics."""
         told = {name: self.processes.wait_ready(name, START_S) for name in ("operator", "metadata")}
         told |= {self.runner.name(node): self.runner.wait_ready(node, START_S) for node in NODES}
-        return {name: f"http://{_address(ready)}/metrics" for name, ready in told.items()}
+        return {name: str(ready["metrics"]) for name, ready in told.items()}
 
     def absences(self) -> list[str]:
         """Return what these nodes lack, in the words of their conditions, with what to do about it."""
@@ -205,20 +207,15 @@ class World:
         self._say("operator and metadata service (with its Redis) run under their own ServiceAccounts")
 
 
-def _state_dir() -> Path:
+def _state_dir(name: str) -> Path:
     """Make an empty folder: below the tree, on a real disk, unless its sockets' paths would be too long."""
     inside = ROOT / ".demo"
-    longest = f"/kvstrata-xxxxxxxx/{POOL}.{NODES[0]}.sock"
+    longest = f"/{name}-xxxxxxxx/{POOL}.{NODES[0]}.sock"
     fits = len(os.fsencode(str(inside) + longest)) <= _SOCKET_PATH_BYTES_MAX
     if fits and os.access(ROOT, os.W_OK):
         inside.mkdir(exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="kvstrata-", dir=inside))
-    return Path(tempfile.mkdtemp(prefix="kvstrata-"))
-
-
-def _address(ready: dict[str, Any]) -> str:
-    """Where a process serves its metrics, as its ready file says."""
-    return str(ready["metrics"])
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=inside))
+    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
 
 
 def stop_world(root: Path, *, is_current_cluster: bool) -> None:

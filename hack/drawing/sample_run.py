@@ -82,11 +82,11 @@ def started(
 
     All of our processes are given `options`.
     """
-    with World(say, is_current_cluster=False, options=options) as world:
+    with World(say, is_current_cluster=False, options=options, name="hour") as world:
         world.bring_up()
         set_quotas(world)
         more = beside.addresses if beside else ()
-        addresses = [*_served(world), *more]
+        addresses = [*world.metrics().values(), *more]
         with prometheus_server.start(folder, {"kvstrata": addresses}, RULES, SCRAPE_S) as server:
             if not server.wait(lambda: server.healthy_targets() == len(addresses), _SETTLE_MAX_S):
                 raise TimeoutError(f"only {server.healthy_targets()} of {len(addresses)} processes can be scraped")
@@ -99,12 +99,7 @@ def started(
                 beside.work()
             erase(world, "beta")
             time.sleep(_SETTLE_S)
-            yield Run(server, started_s, time.time(), world, (*_served(world), *more), work.loaded_tokens)
-
-
-def _served(world: World) -> list[str]:
-    """Addresses of the fleet's metrics."""
-    return [url.removeprefix("http://").removesuffix("/metrics") for url in world.metrics().values()]
+            yield Run(server, started_s, time.time(), world, (*world.metrics().values(), *more), work.loaded_tokens)
 
 
 class Work:
