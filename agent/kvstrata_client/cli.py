@@ -19,7 +19,9 @@ EXIT_FAILED: Final = 1
 """The command was understood and the answer is no, or the agent could not give one."""
 
 COMMANDS: Final = {
-    "stats": ("agent.stats_options", "tiers and counters of an agent, as JSON"),
+    "status": ("status.status_options", "pools, tiers, tenants and operations of a cluster at a glance"),
+    "tenants": ("status.tenants_options", "tenants with what they use, may use and read"),
+    "stats": ("agent.stats_options", "tiers and counters of an agent"),
     "explain": ("agent.explain_options", "why a block or a session is where it is"),
     "session": (
         "agent.session_options",
