@@ -41,6 +41,7 @@ COMMANDS: Final = {
     ),
     "install": ("install.options", "whether the chart will work on a cluster, and what mends what will not"),
     "doctor": ("doctor.options", "what is wrong with a release that runs, worst first, and what mends it"),
+    "probe": ("probe.options", "stores, finds and reads prompts of its own, and says how much each tier kept"),
     "capacity": ("capacity.options", "how many bytes of KV a model makes of a token, and what a tier holds of it"),
     "digest": ("digest.options", "digest and token count of a prefix, as YAML for a KVPrefixShare"),
     "calibrate": ("calibrate.options", "forms for captured KV under a permitted error, as YAML for a KVPool"),
