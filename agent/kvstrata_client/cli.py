@@ -49,6 +49,7 @@ COMMANDS: Final = {
         "conformance.options",
         "try a client of the protocol in another language, or an engine's own",
     ),
+    "docs": ("docs.options", "the documents of this version: a list, a page, or the lines with some words"),
 }
 """What gives each command its options, in `commands`, and what it is for. It is imported once the command is chosen."""
 
