@@ -20,6 +20,7 @@ EXIT_FAILED: Final = 1
 
 COMMANDS: Final = {
     "status": ("status.status_options", "pools, tiers, tenants and operations of a cluster at a glance"),
+    "top": ("top.options", "the same and more of a cluster, live"),
     "tenants": ("status.tenants_options", "tenants with what they use, may use and read"),
     "stats": ("agent.stats_options", "tiers and counters of an agent"),
     "explain": ("agent.explain_options", "why a block or a session is where it is"),
