@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.commands import output
+from kvstrata_client.commands.output import table
 
 _PACKED: Final = Path(__file__).resolve().parents[1] / "pages"
 _TREE: Final = Path(__file__).resolve().parents[3]
@@ -18,9 +19,11 @@ _LEFT_OUT: Final = ("build", "dist", ".venv")
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    found.add_argument("page", nargs="?", help="page to print, such as install; a list without one")
+    found.add_argument(
+        "page", nargs="?", help="page to print, such as install or KvstrataRedisDown; a list without one"
+    )
     found.add_argument("--search", metavar="WORDS", help="lines that have all of these words, with their pages")
-    output.add_option(found, names="paths of pages")
+    output.add_option(found, names="pages")
     found.set_defaults(run=_docs)
 
 
@@ -34,12 +37,12 @@ def _docs(given: argparse.Namespace) -> int:
         return 0
     if given.search is None:
         titles = {name: _title(path) for name, path in pages.items()}
-        output.show(given.output, titles, output.table(("PAGE", "TITLE"), titles.items()), titles)
+        output.show(given.output, titles, table(("PAGE", "TITLE"), list(titles.items())), titles)
         return 0
     hits = list(_hits(given.search, pages))
-    rows = [{"page": name, "line": number, "text": line} for name, number, line in hits]
+    data = [{"page": name, "line": number, "text": line} for name, number, line in hits]
     lines = (f"{name}:{number}: {line}" for name, number, line in hits)
-    output.show(given.output, rows, lines, dict.fromkeys(name for name, _, _ in hits))
+    output.show(given.output, data, lines, dict.fromkeys(name for name, _, _ in hits))
     return int(not hits)
 
 
