@@ -43,11 +43,14 @@ class Top(App[None]):
 
     TITLE = "kvstrata top"
     CSS = """
+    Screen { overflow: hidden; }
+    TabbedContent { height: 1fr; }
     #summary { padding: 0 1; background: $panel; }
     #summary.broken { background: $error-darken-2; }
     .note { padding: 1 2; color: $text-muted; }
     Input { display: none; }
     Input.shown { display: block; }
+    TabPane { padding: 0; height: 1fr; }
     DataTable { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -68,6 +71,8 @@ class Top(App[None]):
         self._sort = dict.fromkeys(_NAMES, -1)
         """Column that each table is sorted by; -1: as it came."""
         self._words = ""
+        self.has_looked = False
+        """Whether there is anything to see yet, be it what kept it from looking."""
 
     def compose(self) -> ComposeResult:
         """Draw the frame."""
@@ -138,12 +143,13 @@ class Top(App[None]):
         return next((tab for tab in self._view.tabs if tab.name == active), None) if self._view is not None else None
 
     def _fail(self, why: str) -> None:
+        self.has_looked = True
         summary = self.query_one("#summary", Static)
         summary.update(f"{clock()} {why}" + ("; below is what was seen last" if self._view is not None else ""))
         summary.add_class("broken")
 
     def _show(self, seen: View) -> None:
-        self._view = seen
+        self._view, self.has_looked = seen, True
         summary = self.query_one("#summary", Static)
         summary.update(f"{clock()} {seen.summary}")
         summary.set_class(not seen.is_well, "broken")

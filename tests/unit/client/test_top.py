@@ -88,7 +88,7 @@ def run(look: Callable[[], View], steps: Callable[[Any, Top], Any]) -> None:
     async def whole() -> None:
         app = Top(look, 3_600.0)
         async with app.run_test(size=(140, 40)) as pilot:
-            await until(pilot, lambda: told(app) != "looking...")
+            await until(pilot, lambda: app.has_looked)
             await steps(pilot, app)
 
     asyncio.run(whole())
