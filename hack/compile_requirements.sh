@@ -10,8 +10,8 @@ compile() {
     "$@" -o "requirements/$out.txt"
   echo "requirements/$out.txt"
 }
-compile dev pyproject.toml --extra demo --extra dashboards --group dev
-for process in operator metadata agent; do
+compile dev pyproject.toml --extra cli --extra demo --extra dashboards --group dev
+for process in operator metadata agent cli; do
   compile "$process" pyproject.toml --extra "$process" -c requirements/dev.txt
 done
 compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev.txt
