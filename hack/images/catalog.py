@@ -43,7 +43,9 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "shell": (
         "coreutils", "dash", "diffutils", "grep", "libacl1", "libattr1", "libgmp10", "libpcre2-8-0", "libselinux1",
     ),
-    "headers": ("libpython3.11-dev",),  # What kernels of wheels are compiled with; no image has it.
+    # What kernels of wheels are compiled with, and what runs them for another machine; no image has these.
+    "headers": ("libpython3.11-dev",),
+    "emulator": ("qemu-user-static",),
 }  # fmt: skip
 """Debian packages of each group; a group is one layer. Nobody installs them, so what maintainers' scripts need (dpkg,
 debconf, perl) is not there; that every library is there is checked in every build."""
