@@ -93,7 +93,7 @@ def notes(tree: Path, version: str) -> str:
 
 def source_distribution(tree: Path, out: Path, epoch_s: int) -> Path:
     """Make the source distribution, from which a wheel can be built without git and npm."""
-    _build(tree, out, epoch_s, "--sdist")
+    build(tree, out, epoch_s, "--sdist")
     (made,) = out.glob("*.tar.gz")
     return made
 
@@ -115,7 +115,7 @@ def wheel(tree: Path, out: Path, machine: Machine, epoch_s: int) -> Path:
         native_build.PLATFORM: f"{platform}.manylinux2014_{machine.wheel}",
     }
     try:
-        _build(tree, out, epoch_s, "--wheel", environment)
+        build(tree, out, epoch_s, "--wheel", environment)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     (made,) = out.glob(f"*_{machine.wheel}.whl")
@@ -228,7 +228,8 @@ def _cache() -> Path:
     return folder
 
 
-def _build(tree: Path, out: Path, epoch_s: int, kind: str, more: Mapping[str, str] | None = None) -> None:
+def build(tree: Path, out: Path, epoch_s: int, kind: str, more: Mapping[str, str] | None = None) -> None:
+    """Have uv and hatchling make a wheel or a source distribution, `kind`, of the time `epoch_s`; `ReleaseError`."""
     uv = Path(sys.executable).with_name("uv")
     options = (
         kind,
