@@ -13,9 +13,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from zipfile import ZipFile
 
 import yaml
 
@@ -120,7 +122,24 @@ def wheel(tree: Path, out: Path, machine: Machine, epoch_s: int) -> Path:
         shutil.rmtree(scratch, ignore_errors=True)
     (made,) = out.glob(f"*_{machine.wheel}.whl")
     check_promise(made, tools)
+    if machine.wheel == os.uname().machine:
+        check_levels(made, out)
     return made
+
+
+def check_levels(made: Path, out: Path) -> None:
+    """Raise `ReleaseError` when a wheel's kernels leave out instruction sets that the tree's own use on this machine.
+
+    A compiler whose runtime library does not know the processor makes a wheel that is right and slow.
+    """
+    asked = "from kvstrata_native.choice import compiled as c; print(*c().levels())"
+    with tempfile.TemporaryDirectory(dir=out, prefix=".levels-") as folder, ZipFile(made) as archive:
+        archive.extractall(folder)  # noqa: S202  Made here a moment ago.
+        ours, theirs = (
+            _run([sys.executable, "-c", asked], {"PYTHONPATH": str(path)}).strip() for path in (ROOT / "agent", folder)
+        )
+    if ours != theirs:
+        raise ReleaseError(f"{made.name}: kernels of {theirs}; the tree's are of {ours} here")
 
 
 def check_promise(made: Path, tools: Path) -> None:
