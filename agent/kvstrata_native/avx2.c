@@ -27,6 +27,8 @@ TARGET static inline __m256i load_half(const void *words, int half)
 
 TARGET static inline Line load_line(const uint8_t *bytes) { return (Line){load_half(bytes, 0), load_half(bytes, 1)}; }
 
+#define PIN(line) __asm__ volatile("" : "+x"((line).low), "+x"((line).high) : : "memory")
+
 TARGET static inline void stream_line(uint8_t *into, Line line)
 {
     _mm256_stream_si256((__m256i *)into, line.low);
