@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from images import oci
 from release import files, signing, statements
 from release.__main__ import PARTS
+from release.__main__ import main as release_main
 from release.errors import ReleaseError
 from release.layout import Layout
 from release.signing import Key
@@ -211,3 +212,14 @@ def test_a_layout_of_the_same_is_the_same(tmp_path: Path) -> None:
         layout.close()
         made.append((tmp_path / name / "index.json").read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("only", ["wheel", "wheels,", "images,charts"])
+def test_a_part_that_there_is_none_of_is_wrong_usage(
+    only: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["release", "--only", only])
+
+    with pytest.raises(SystemExit, match="2"):
+        release_main()
+    assert "there are wheels, sdist, images, chart" in capsys.readouterr().err
