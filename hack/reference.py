@@ -179,9 +179,9 @@ def _cell(text: str) -> str:
 
 def command_line() -> str:
     """Help of every command and process."""
-    commands = "".join(_section(f"kvstrata {name}", _parser_of(name)) for name in sorted(cli.COMMANDS))
+    commands = "".join(_section(f"kvstrata {name}", command_parser(name)) for name in sorted(cli.COMMANDS))
     rows = "".join(f"| [`{name}`](#{name.replace(' ', '-')}) | {_cell(said)} |\n" for name, said in _listed())
-    processes = "".join(_section(name, _process_parser(module)) for name, module in PROCESSES.items())
+    processes = "".join(_section(name, parser) for name, parser in process_parsers().items())
     return f"{_CLI_HEAD}\n| command | what |\n|---|---|\n{rows}{commands}{processes}"
 
 
@@ -195,7 +195,7 @@ def _listed() -> Iterator[tuple[str, str]]:
             yield name, "a process of the chart"
 
 
-def _parser_of(name: str) -> argparse.ArgumentParser:
+def command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of one command of `kvstrata`."""
     (commands,) = (a for a in cli.parser(name)._actions if isinstance(a.choices, dict))  # noqa: SLF001  No other way.
     assert isinstance(commands.choices, dict)
@@ -203,11 +203,11 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
     return found
 
 
-def _process_parser(module: str) -> argparse.ArgumentParser:
+def process_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of what has a command line of its own, by name."""
     for name in _FROM_ENVIRONMENT:
         os.environ.pop(name, None)
-    made: argparse.ArgumentParser = vars(import_module(module))["_parser"]()
-    return made
+    return {name: vars(import_module(module))["_parser"]() for name, module in PROCESSES.items()}
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
