@@ -48,8 +48,7 @@ class Release:
         files.export(commit, self._tree)
         self.version = files.version_of(self._tree, is_trial=is_trial)
         self.out = out or files.ROOT / "build" / "release" / self.version
-        shutil.rmtree(self.out, ignore_errors=True)
-        self.out.mkdir(parents=True)
+        make_anew(self.out, is_ours=out is None)
         pins = [*files.PINS, *(f"requirements/{name}.txt" for name in ("agent", "metadata", "nixl", "operator"))]
         self._build = Build(
             self.version,
@@ -163,6 +162,14 @@ class Release:
         """Files of the release but for the layouts, whose blobs are named by their digests."""
         found = (path for path in self.out.rglob("*") if path.is_file())
         return sorted(path for path in found if path.relative_to(self.out).parts[0] != "oci")
+
+
+def make_anew(out: Path, *, is_ours: bool) -> None:
+    """Make an empty folder; `ReleaseError` where somebody else's files would go, `is_ours` saying that they are not."""
+    if not is_ours and out.exists() and any(out.iterdir()) and not (out / "SHA256SUMS").exists():
+        raise ReleaseError(f"{out} has something else than a release in it")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
 
 
 def _say(line: str) -> None:
