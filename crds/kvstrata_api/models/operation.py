@@ -42,7 +42,7 @@ class FlushOperation(ApiModel):
     nodes: OperationNodes | None = Field(None, description="Nodes to flush; absent: all of the pool.")
     tier: Name | None = Field(None, description="Tier of the pool to flush; absent: all.")
     mode: Literal["Drop", "Demote"] = Field(
-        "Drop", description="Drop the blocks, or bring them to the next slower tier that takes them."
+        "Drop", description="Drop: they are removed. Demote: they are brought to the next slower tier that takes them."
     )
 
 
@@ -93,7 +93,9 @@ class KVOperationSpec(ApiModel):
     """What is to be done. Only `cancel` may change."""
 
     type: Literal["Drain", "Flush", "Erase", "Warm", "Migrate"] = Field(
-        description="What to do; exactly the block of this name is set."
+        description="Exactly the block of this name is set. Drain: nodes or a tier are emptied and kept so. Flush: "
+        "blocks that nobody holds are removed or demoted. Erase: all that a tenant has is made unreadable and removed. "
+        "Warm: prefixes are brought to nodes. Migrate: blocks are brought to another pool."
     )
     pool_ref: Name | None = Field(None, description="Pool; not with Erase, which is for all pools.")
     drain: DrainOperation | None = Field(None, description="Set when type is Drain.")

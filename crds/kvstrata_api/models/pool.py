@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from kvstrata_api.models.base import SET, ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
 from kvstrata_api.models.conditions import Conditions
-from kvstrata_api.tiers import CxlMode, Persistence, TierType
+from kvstrata_api.tiers import MEDIA, CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
 ANY: Final = "*"
@@ -37,22 +37,30 @@ class Compatibility(ApiModel):
     model: str = Field(min_length=1, max_length=253, description="Model name, as the engine knows it; * for any.")
     revision: str = Field(min_length=1, max_length=128, description="Revision of the weights; * for any.")
     dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"] = Field(
-        description="Element type of the KV cache."
+        description="Element type of the KV cache; engines with another one are refused. bf16 and fp16: floats of two "
+        "bytes. fp32: floats of four. fp8_e4m3 and fp8_e5m2: floats of one byte. int8: integers of one byte, as the "
+        "engine scales them."
     )
     block_tokens: int = Field(BLOCK_TOKENS, ge=1, le=1024, description="Tokens in one block.")
 
 
 class HbmTier(ApiModel):
-    """GPU memory."""
-
-    devices: Literal["All"] = Field("All", description="Which GPUs of the node take part: all, so far.")
+    """GPU memory: all GPUs of the node take part, and there is nothing to set."""
 
 
 class HostDramTier(ApiModel):
     """Host memory."""
 
-    page_size: Literal["4Ki", "2Mi", "1Gi"] = Field(PAGE_SIZE, description="Page size; falls back with a condition.")
-    numa: Literal["Spread", "Local"] = Field("Spread", description="Over all NUMA nodes, or on the first.")
+    page_size: Literal["4Ki", "2Mi", "1Gi"] = Field(
+        PAGE_SIZE,
+        description="2Mi and 1Gi: huge pages of the node; where it has too few, 4Ki with a condition. 4Ki: ordinary "
+        "pages, which every node has.",
+    )
+    numa: Literal["Spread", "Local"] = Field(
+        "Spread",
+        description="Spread: interleaved over all NUMA nodes with processors. Local: on the first of them, whose "
+        "memory has to hold all of it.",
+    )
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
 
 
@@ -92,7 +100,9 @@ class NvmeTier(ApiModel):
         "its own blocks. Either this or path.",
     )
     io: Literal["Auto", "Uring", "Posix"] = Field(
-        "Auto", description="Auto measures both at start; Uring falls back to Posix with a condition."
+        "Auto",
+        description="Auto: measures both at start and takes the faster. Uring: io_uring through NIXL, or Posix with a "
+        "condition where that does not work. Posix: threads that read and write.",
     )
 
     @property
@@ -122,14 +132,20 @@ class ObjectTier(ApiModel):
         pattern=r"^(s3|gs|az|file)://.+$",
         description="s3://, gs://, az:// or file:// URL.",
     )
-    secret_ref: SecretRef | None = Field(None, description="Credentials; absent for file:// and ambient identity.")
+    secret_ref: SecretRef | None = Field(
+        None,
+        description="Settings of the store's client by their names, such as aws_access_key_id, aws_secret_access_key, "
+        "aws_region and aws_endpoint; read when the tier is opened. Absent for file:// and ambient identity.",
+    )
 
 
 class Encryption(ApiModel):
     """Encryption of bytes at rest."""
 
     type: Literal["None", "AESGCM"] = Field(
-        "None", description="AESGCM: AES-256-GCM per trust scope, for NVMe, RemoteFlash and Object."
+        "None",
+        description="None: bytes lie as they are. AESGCM: sealed by AES-256-GCM under a key of their trust scope; for "
+        "NVMe, RemoteFlash and Object.",
     )
 
 
@@ -163,7 +179,7 @@ class PoolTier(ApiModel):
     """One tier of a pool; no block but the one that matches `type` is set."""
 
     name: Name = Field(description="Unique in the pool; label value in metrics.")
-    type: TierType = Field(description="Medium; immutable.")
+    type: TierType = Field(description=f"Medium; immutable. {MEDIA}")
     capacity_per_node: Quantity | None = Field(None, description="Bytes on each node (not RemoteFlash, Object).")
     capacity: Quantity | None = Field(None, description="Bytes in all (only RemoteFlash and Object).")
     autoscale: TierAutoscale | None = Field(
@@ -264,7 +280,11 @@ class CalibratedLayout(ApiModel):
 class CompressionPolicy(ApiModel):
     """How blocks are stored below memory."""
 
-    mode: Literal["None", "Lossless", "Auto"] = Field("Lossless", description="None, Lossless or Auto.")
+    mode: Literal["None", "Lossless", "Auto"] = Field(
+        "Lossless",
+        description="None: blocks are stored as they are. Lossless: packed, and read back bit for bit. Auto: the same "
+        "until maxRelativeErrorPermille is above 0; then in the smallest form that keeps within that error.",
+    )
     max_relative_error_permille: int = Field(
         0, ge=0, le=500, description="Permitted error of lossy codecs; only mode Auto has any."
     )
@@ -295,7 +315,9 @@ class RedisSpec(ApiModel):
     """Where the directory lives."""
 
     mode: Literal["Embedded", "External"] = Field(
-        "Embedded", description="Run by kvstrata, or by others; must be what the release was installed with."
+        "Embedded",
+        description="Embedded: kvstrata runs it. External: others run it, and the Secret of `external` says where. Has "
+        "to be what the release was installed with.",
     )
     external: RedisExternal | None = Field(None, description="Set exactly when mode is External.")
 
@@ -309,7 +331,10 @@ class MetadataSpec(ApiModel):
 class DrainSpec(ApiModel):
     """What an agent does with its blocks before it stops."""
 
-    mode: Literal["Demote", "Drop"] = Field("Demote", description="Demote to a tier that survives, or drop.")
+    mode: Literal["Demote", "Drop"] = Field(
+        "Demote",
+        description="Demote: blocks are brought to a tier that survives the agent first. Drop: they go with the agent.",
+    )
     timeout_seconds: int = Field(300, ge=0, le=86_400, description="Bound on the drain.")
 
 
@@ -335,10 +360,15 @@ class Toleration(ApiModel):
     """One taint that the agents tolerate; the fields mean what they mean in a pod."""
 
     key: str | None = Field(None, max_length=316, description="Taint key; absent with operator Exists: every key.")
-    operator: Literal["Exists", "Equal"] = Field("Equal", description="Whether the value counts.")
+    operator: Literal["Exists", "Equal"] = Field(
+        "Equal",
+        description="Equal: taints of this key and value are tolerated. Exists: those of this key with any value.",
+    )
     value: LabelValue | None = Field(None, description="Taint value; only with operator Equal.")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        None, description="Taint effect; absent: every effect."
+        None,
+        description="Absent: every effect. NoSchedule: taints that keep new pods off. PreferNoSchedule: that keep them "
+        "off where there is another node. NoExecute: that evict running pods too.",
     )
     toleration_seconds: int | None = Field(
         None, ge=0, le=31_536_000, description="For how long a NoExecute taint is tolerated; absent: for ever."

@@ -132,7 +132,8 @@ class KVTrustDomainSpec(ApiModel):
     )
     sharing: Literal["Private", "ListedPrefixes", "All"] = Field(
         "Private",
-        description="What members read of each other: nothing, only what a KVPrefixShare lists, or every prefix.",
+        description="What members read of each other. Private: nothing. ListedPrefixes: what a KVPrefixShare lists. "
+        "All: every prefix.",
     )
     publishers: tuple[Name, ...] = Field(
         (),
