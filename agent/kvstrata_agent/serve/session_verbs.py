@@ -131,7 +131,8 @@ class SessionVerbs:
             else:
                 known = self._node.index.find(right.access.scope, request.digest)
                 self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
-            explained = self._cache.explainer.block(right.access.scope if right else None, request.digest)
+            scope, context = (right.access.scope, right.context) if right is not None else (None, None)
+            explained = self._cache.explainer.block(scope, request.digest, context)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(explained))
 
     def _tree(self, at: Attachment, scope: str) -> dict[str, Any]:

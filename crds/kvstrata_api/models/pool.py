@@ -249,7 +249,13 @@ class RecomputePolicy(ApiModel):
         "CostModel",
         description="CostModel: what is slower to fetch than to compute is computed. AlwaysFetch: all is fetched.",
     )
-    prefill_tokens_per_second: int = Field(12_000, ge=1, le=100_000_000, description="The engine's prefill rate.")
+    prefill_tokens_per_second: int | None = Field(
+        None,
+        ge=1,
+        le=100_000_000,
+        description="Tokens of prompts that an engine computes in a second, until it reports its own rate. Absent: as "
+        "agents see it from outside; until they have seen some prompts, everything is fetched.",
+    )
 
 
 class RetentionPolicy(ApiModel):

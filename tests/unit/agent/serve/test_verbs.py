@@ -244,7 +244,7 @@ async def test_a_tenant_is_told_exactly_what_is_on_its_own_account(engine: Engin
 
     capacities = sum(t.backend.capacity_bytes for t in engine.core.node.tiers)
     assert (before["used_bytes"], before["limit_bytes"]) == (0, capacities)
-    assert after == {"used_bytes": 3 * BLOCK_BYTES, "limit_bytes": capacities}
+    assert after == {"used_bytes": 3 * BLOCK_BYTES, "limit_bytes": capacities, "prefill_tokens_per_s": None}
 
 
 async def test_a_stretch_that_is_cheaper_to_compute_is_not_fetched() -> None:
