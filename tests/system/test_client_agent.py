@@ -54,6 +54,8 @@ from support.client.attached import (
 pytestmark = pytest.mark.system
 
 ACCEPTED = Hinted(Outcome.ACCEPTED, 1)
+RATE = 9_000.0
+"""Tokens a second of the engine that reports it."""
 
 
 @pytest.fixture
@@ -102,6 +104,7 @@ def test_what_was_delivered_is_what_the_reader_counts_tier_by_tier(tmp_path: Pat
     served = AgentThread(tmp_path / "agent.sock", lambda: tiers, FakeAuthenticator(a=caller("a")))
     with served as agent, attached(agent.socket) as client:
         cache = PrefixCache(client)
+        assert client.report_engine(RATE)
         cache.store(TOKENS, content())
         agent.core.node.is_draining = True
         agent.wait(agent.core.cache.evictor.drain(tiers[0]))
@@ -122,7 +125,7 @@ def test_what_was_delivered_is_what_the_reader_counts_tier_by_tier(tmp_path: Pat
     assert delivered == captured == held == tokens
     assert set(tokens) == {"dram", "nvme"}
     assert sum(tokens.values()) == (2 + BLOCKS + BLOCKS + 5) * LAYOUT.block_tokens
-    assert saved_s == gpu_s == pytest.approx(sum(tokens.values()) / 12_000)
+    assert saved_s == gpu_s == pytest.approx(sum(tokens.values()) / RATE)
     assert 0 < loading_s < 30
 
 
