@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from kvstrata import (
     AsyncClient,
@@ -485,21 +486,27 @@ def test_the_command_line_shows_tiers_prompts_and_reasons(
         client.open_session("s")
         digest = keys_of(client)[0].digest.hex()
 
-        def run(*arguments: str) -> Any:
+        def run(*arguments: str, form: str = "json") -> Any:
             common = ("--socket", str(agent.socket), "--pool", "pool", "--token-file", str(tmp_path / "token"))
             with pytest.raises(SystemExit) as end:
-                main([*arguments, *common, "--layout", str(tmp_path / "layout.json")])
+                main([*arguments, *common, "--layout", str(tmp_path / "layout.json"), "-o", form])
             assert end.value.code == 0
-            return json.loads(capsys.readouterr().out)
+            said = capsys.readouterr().out
+            return json.loads(said) if form == "json" else yaml.safe_load(said) if form == "yaml" else said.splitlines()
 
         assert run("stats")["tiers"][0]["name"] == "dram"
+        assert run("stats", form="name") == ["dram"]
+        agent_line, _, _, head, dram = run("stats", form="table")
+        assert (agent_line.split()[0], head.split()[0], dram.split()[0]) == ("agent", "TIER", "dram")
         assert run("explain", "--digest", digest)["state"] == "published"
         assert run("explain", "--session", "s")["state"] == "open"
         (found,) = run("lookup", str(tmp_path / "tokens.json"))
         assert (found["blocks"], found["hit_blocks"], set(found["places"])) == (BLOCKS, BLOCKS, {"dram"})
-        (told,) = run("why-miss", str(tmp_path / "tokens.json"), "--json")
+        assert run("lookup", str(tmp_path / "tokens.json"), form="name") == [found["scope"]]
+        assert run("lookup", str(tmp_path / "tokens.json"), form="table")[1].split("  ")[-1] == f"{BLOCKS} dram"
+        (told,) = run("why-miss", str(tmp_path / "tokens.json"), form="yaml")
         assert (told["reason"], told["hit_blocks"]) == ("hit", BLOCKS)
-        (told,) = run("route-hint", str(tmp_path / "tokens.json"), "--json")
+        (told,) = run("route-hint", str(tmp_path / "tokens.json"))
         assert [(node["blocks"], node["media"]) for node in told["nodes"]] == [(BLOCKS, {"HostDRAM": BLOCKS})]
         assert told["longest"] == told["nodes"][0]["node"]
 
@@ -525,7 +532,7 @@ def test_the_command_line_shows_the_life_of_a_session(
         cache.load(np.append(TOKENS, TOKENS), session="s")
         client.tool_wait("s", 90.0)
         head, _, columns, *rows = shown("s", 0).splitlines()
-        found = json.loads(shown("s", 0, "--json"))
+        found = json.loads(shown("s", 0, "-o", "json"))
         unknown = shown("t", 1)
 
     assert head.startswith("session s: idle, expected back in ")

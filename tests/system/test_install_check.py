@@ -35,7 +35,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 def check(plane: ControlPlane, *arguments: str | Path) -> tuple[int, list[Json]]:
     """Exit status and findings."""
     kubectl = str(Path(find_tool("kubectl")).parent)
-    command = [sys.executable, "-m", "kvstrata_client.cli", "install", "--check", "--json", *map(str, arguments)]
+    command = [sys.executable, "-m", "kvstrata_client.cli", "install", "--check", "-o", "json", *map(str, arguments)]
     done = subprocess.run(
         [*command, "--kubeconfig", str(plane.kubeconfig)],
         capture_output=True,

@@ -104,7 +104,7 @@ async def test_the_command_shows_the_fleet(pair: Pair, redis: Redis, capsys: pyt
     async with agent(redis, "n1", blocks(30)), agent(redis, "n2", blocks(4)):
         await until(lambda: leader.fleet()["locations"] == 34, "locations were not counted")
         shown = []
-        for more in ("", "--json --state live --pool p"):
+        for more in ("", "-o json --state live --pool p"):
             with pytest.raises(SystemExit):
                 await asyncio.to_thread(main, ["fleet", "--address", str(address), *more.split()])
             shown.append(capsys.readouterr().out)

@@ -179,7 +179,7 @@ def test_the_command_answers_from_the_cluster_what_agents_do(
     monkeypatch.setenv("PATH", str(fleet.plane.kubectl_path.parent), prepend=":")
     digest = prefix_digest(SYSTEM_PROMPT).hex()
     given = parser("who-can-read").parse_args(
-        ["who-can-read", digest, "--json", "--kubeconfig", str(fleet.plane.kubeconfig)]
+        ["who-can-read", digest, "-o", "json", "--kubeconfig", str(fleet.plane.kubeconfig)]
     )
 
     assert given.run(given) == 0

@@ -3,8 +3,8 @@
 import argparse
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, UnsupportedError
+from kvstrata_api.units import format_rounded
 from kvstrata_api.wire import KEYS_MAX, Request, RouteHint, WhyMiss
 from kvstrata_client.client import Client
-from kvstrata_client.commands import table
+from kvstrata_client.commands import output
+from kvstrata_client.commands.output import table
 from kvstrata_client.target import NO_TOKEN, Target, pool_layout
 from kvstrata_client.verbs.results import Scope
 
@@ -25,6 +27,7 @@ WAIT_S = 5.0
 def stats_options(found: argparse.ArgumentParser) -> None:
     """Options of `stats`."""
     target_options(found)
+    output.add_option(found, names="tiers")
     found.set_defaults(run=_stats)
 
 
@@ -38,6 +41,7 @@ def explain_options(found: argparse.ArgumentParser) -> None:
         "--tree", action="store_true", help="what the tenant has in the scope, as runs of blocks that branch"
     )
     found.add_argument("--scope", default="", help="of the digest or the tree; default: the one new blocks go to")
+    output.add_option(found, default="yaml")
     found.set_defaults(run=_explain)
 
 
@@ -49,7 +53,7 @@ def session_options(found: argparse.ArgumentParser) -> None:
     )
     target_options(found)
     found.add_argument("name", help="a session of the token's tenant")
-    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    output.add_option(found)
     found.set_defaults(run=_session)
 
 
@@ -57,6 +61,7 @@ def lookup_options(found: argparse.ArgumentParser) -> None:
     """Options of `lookup`."""
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    output.add_option(found, names="scopes that have some of it")
     found.set_defaults(run=_lookup)
 
 
@@ -68,7 +73,7 @@ def route_hint_options(found: argparse.ArgumentParser) -> None:
     )
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    output.add_option(found, names="nodes, the soonest first")
     found.set_defaults(run=_route_hint)
 
 
@@ -80,7 +85,7 @@ def why_miss_options(found: argparse.ArgumentParser) -> None:
     )
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    found.add_argument("--json", action="store_true", help="all of it, as JSON")
+    output.add_option(found)
     found.set_defaults(run=_why_miss)
 
 
@@ -136,15 +141,37 @@ def _read_layout(path: Path) -> Layout:
 
 def _stats(given: argparse.Namespace) -> int:
     with attach(given) as client:
-        _print(json.loads(client.stats()))
+        found = json.loads(client.stats())
+    output.show(given.output, found, _stats_lines(found), (tier["name"] for tier in found["tiers"]))
     return 0
+
+
+def _stats_lines(found: dict[str, Any]) -> Iterator[str]:
+    own = found["tenant"]
+    used, limit = format_rounded(own["used_bytes"]), format_rounded(own["limit_bytes"])
+    yield f"agent {found['agent']}: {found['leases']} leases, {found['reservations']} reservations"
+    yield f"tenant: {used} of at most {limit}"
+    yield ""
+    rows = [
+        (
+            tier["name"],
+            tier["type"],
+            tier["medium"] + (" (emulated)" if tier["emulated"] else ""),
+            format_rounded(tier["capacity_bytes"]),
+            f"{tier['used_percent']} %",
+            tier["last_error"] or "-",
+        )
+        for tier in found["tiers"]
+    ]
+    yield from table(("TIER", "TYPE", "MEDIUM", "CAPACITY", "USED", "LAST ERROR"), rows)
 
 
 def _explain(given: argparse.Namespace) -> int:
     with attach(given) as client:
         key = _key(client, given) if given.digest else None
         granted = _scope(client, given) if given.tree else None
-        _print(json.loads(client.explain(key=key, session=given.session, granted=granted)))
+        found = json.loads(client.explain(key=key, session=given.session, granted=granted))
+    output.show(given.output, found)
     return 0
 
 
@@ -152,34 +179,42 @@ def _session(given: argparse.Namespace) -> int:
     """Print a session's state and events; 1 when the agent does not know it."""
     with attach(given) as client:
         found = json.loads(client.explain(session=given.name))
-    if given.json:
-        _print(found)
-    elif "state" in found and "log" in found:
-        returns_s = found["expected_return_s"]
-        expected = f", expected back in {returns_s:.0f} s" if returns_s is not None and returns_s > 0 else ""
-        sys.stdout.write(
-            f"session {found['session']}: {found['state']}{expected}, {found['turns']} turns, "
-            f"{found['priority_class']}, blocks: {_counted(found['blocks'])}\n\n"
-        )
-        rows = [
-            (
-                f"{event['ago_s']:.1f} s",
-                event["state"] or event["what"],
-                _counted(event["blocks"]),
-                str(event["lacking_blocks"] or "-"),
-                f"{1e3 * event['waited_s']:.0f} ms" if event["waited_s"] else "-",
-                f"{event['choice']}, regret {1e3 * event['regret_s']:.0f} ms" if event["choice"] else "-",
-            )
-            for event in found["log"]
-        ]
-        for line in table(("AGO", "WHAT", "BLOCKS", "LACKING", "WAITED", "CHOICE"), rows):
-            sys.stdout.write(f"{line}\n")
-    else:
-        sys.stdout.write(f"session {given.name}: the agent of this node knows none of that name\n")
+    output.show(given.output, found, _session_lines(given.name, found))
     return 0 if "log" in found else 1
 
 
-def _counted(blocks: dict[str, int]) -> str:
+def _session_lines(name: str, found: dict[str, Any]) -> Iterator[str]:
+    if "log" not in found:
+        yield f"session {name}: the agent of this node knows none of that name"
+        return
+    returns_s = found["expected_return_s"]
+    expected = f", expected back in {returns_s:.0f} s" if returns_s is not None and returns_s > 0 else ""
+    yield (
+        f"session {found['session']}: {found['state']}{expected}, {found['turns']} turns, "
+        f"{found['priority_class']}, blocks: {_counted(found['blocks'])}"
+    )
+    yield ""
+    rows = [
+        (
+            f"{event['ago_s']:.1f} s",
+            event["state"] or event["what"],
+            _counted(event["blocks"]),
+            str(event["lacking_blocks"] or "-"),
+            f"{1e3 * event['waited_s']:.0f} ms" if event["waited_s"] else "-",
+            f"{event['choice']}, regret {1e3 * event['regret_s']:.0f} ms" if event["choice"] else "-",
+        )
+        for event in found["log"]
+    ]
+    yield from table(("AGO", "WHAT", "BLOCKS", "LACKING", "WAITED", "CHOICE"), rows)
+
+
+def _named(row: dict[str, Any]) -> str:
+    """Kind and name of a row's scope: uids mean nothing to people."""
+    kind, name, *_ = row["scope"].split("/")
+    return f"{kind} {name}"
+
+
+def _counted(blocks: Mapping[str, int]) -> str:
     """Blocks by place, the most first."""
     ordered = sorted(blocks.items(), key=lambda place: -place[1])
     return ", ".join(f"{count} {place or 'on the way'}" for place, count in ordered) or "-"
@@ -208,36 +243,32 @@ def _lookup(given: argparse.Namespace) -> int:
     with attach(given) as client:
         grants = client.grants
         assert grants is not None, "an attached client has grants"
-        _print([_found(client, scope, tokens) for scope in grants.scopes])
+        found = [_found(client, scope, tokens) for scope in grants.scopes]
+    rows = ((_named(r), f"{r['hit_blocks']} of {r['blocks']}", _counted(Counter(r["places"]))) for r in found)
+    names = (row["scope"] for row in found if row["hit_blocks"])
+    output.show(given.output, found, table(("SCOPE", "BLOCKS", "PLACES"), rows), names)
     return 0
 
 
 def _why_miss(given: argparse.Namespace) -> int:
     """Print a line for each scope; 1 when the prompt would be computed, in part at least."""
     found = _answers(given, WhyMiss, _missed)
-    if given.json:
-        _print(found)
-    else:
-        for row in found:
-            kind, name, *_ = row["scope"].split("/")
-            sys.stdout.write(f"{kind} {name}: {row['said']}\n")
+    output.show(given.output, found, (f"{_named(row)}: {row['said']}" for row in found))
     return 0 if any(row["reason"] == "hit" and row["blocks"] for row in found) else 1
 
 
 def _route_hint(given: argparse.Namespace) -> int:
     """Print the nodes; 1 when none has any of the prompt."""
     found = _answers(given, RouteHint, _routed)
-    if given.json:
-        _print(found)
-    else:
-        rows = [
-            (row["scope"].split("/")[1], node["node"], f"{node['blocks']} of {row['blocks']}", f"{node['seconds']:.3f}",
-             ", ".join(f"{count} {medium}" for medium, count in node["media"].items()))
-            for row in found
-            for node in row["nodes"]
-        ]  # fmt: skip
-        sys.stdout.write("\n".join(table(("SCOPE", "NODE", "BLOCKS", "SECONDS", "MEDIA"), rows)) + "\n")
-    return 0 if any(row["nodes"] for row in found) else 1
+    rows = [
+        (_named(row), node["node"], f"{node['blocks']} of {row['blocks']}", f"{node['seconds']:.3f}",
+         _counted(node["media"]))
+        for row in found
+        for node in row["nodes"]
+    ]  # fmt: skip
+    nodes = dict.fromkeys(node["node"] for row in found for node in row["nodes"])
+    output.show(given.output, found, table(("SCOPE", "NODE", "BLOCKS", "SECONDS", "MEDIA"), rows), nodes)
+    return 0 if nodes else 1
 
 
 def _answers(
@@ -303,7 +334,3 @@ def _read_tokens(source: str) -> "np.typing.NDArray[np.uint32]":
         return np.asarray(json.loads(text), dtype=np.uint32)
     except (OSError, ValueError, OverflowError, TypeError) as e:
         raise InvalidInputError(f"tokens {source}: a JSON list of token ids wanted: {e}") from e
-
-
-def _print(answer: Any) -> None:
-    sys.stdout.write(json.dumps(answer, indent=2, sort_keys=True) + "\n")

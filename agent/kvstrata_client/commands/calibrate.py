@@ -6,12 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.calibration import Calibration, Words, calibrate, load, read, save
-from kvstrata_client.commands import table
+from kvstrata_client.commands import output
+from kvstrata_client.commands.output import table
 from kvstrata_native.forms import Rung
 
 _PERMILLE_MAX: Final = 500
@@ -34,7 +33,8 @@ def options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--tp-size", type=int, default=1, help="ranks of the engine")
     for name in ("rope-theta", "rope-scaling", "quantization", "adapter"):
         found.add_argument(f"--{name}", default="", help="as the engine's connector puts it into the layout")
-    found.add_argument("-o", "--out", type=Path, help="write the calibration here")
+    found.add_argument("--out", type=Path, metavar="FILE", help="write the calibration here")
+    output.add_option(found, default="yaml")
     found.set_defaults(run=_calibrate)
 
 
@@ -43,12 +43,13 @@ def _calibrate(given: argparse.Namespace) -> int:
     found = load(given.file) if given.file.suffix == ".json" else _measured(given)
     if given.out:
         save(found, given.out)
-    sys.stdout.write("".join(f"# {line}\n" for line in _summary(found)))
     entry = found.for_pool.model_dump(by_alias=True)
     policy: dict[str, Any] = {
         "mode": "Auto", "maxRelativeErrorPermille": found.permille, "calibration": [entry],
     }  # fmt: skip
-    sys.stdout.write(yaml.safe_dump({"spec": {"policy": {"compression": policy}}}, sort_keys=False, width=1 << 20))
+    if given.output == "yaml":
+        sys.stdout.write("".join(f"# {line}\n" for line in _summary(found)))
+    output.show(given.output, {"spec": {"policy": {"compression": policy}}})
     return 0
 
 

@@ -7,18 +7,16 @@ with a sliding window keeps its window; one without attention keeps no KV, and i
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import format_rounded, parse_quantity
-from kvstrata_client.commands import table
+from kvstrata_client.commands import output
+from kvstrata_client.commands.output import table
 
 Json = Mapping[str, Any]
 
@@ -61,9 +59,7 @@ def options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), help="of the cache; default: the model's")
     found.add_argument("--tp-size", type=int, default=1, help="ranks that share the heads; default: %(default)s")
     found.add_argument("--capacity", action="append", default=[], help="of a tier, such as 512Gi; may be given again")
-    found.add_argument(
-        "-o", "--output", choices=("table", "json", "yaml"), default="table", help="default: %(default)s"
-    )
+    output.add_option(found)
     found.set_defaults(run=_capacity)
 
 
@@ -78,12 +74,7 @@ def _capacity(given: argparse.Namespace) -> int:
     config = read(given.config)
     attention, dtype = attention_of(config), given.dtype or dtype_of(config)
     found = figures(attention, dtype, given.tokens, given.tp_size, given.capacity)
-    if given.output == "json":
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    elif given.output == "yaml":
-        sys.stdout.write(yaml.safe_dump(found, sort_keys=False))
-    else:
-        sys.stdout.write("\n".join(_lines(found)) + "\n")
+    output.show(given.output, found, _lines(found))
     return 0
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import Final
 
-from kvstrata_client.commands import table
+from kvstrata_client.commands.output import table
 from kvstrata_client.conformance.scenarios import SCENARIOS, Outcome, demand, run
 from kvstrata_client.conformance.stage import Stage
 

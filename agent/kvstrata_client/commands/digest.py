@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from kvstrata_api.blocks import prefix_digest, shared_blocks
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.names import API_VERSION
 from kvstrata_api.validate import validate
+from kvstrata_client.commands import output
 
 TOKENS_MAX: Final = 10_000_000
 """`maximum` of spec.prefixes[].tokenCount."""
@@ -39,7 +39,7 @@ def options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--pool", help="pool of the share")
     found.add_argument("--to", action="append", default=[], metavar="tenant:NAME|domain:NAME", help="reader")
     found.add_argument("--expires-at", help="end of the share, RFC 3339")
-    found.add_argument("--json", action="store_true", help="JSON instead of YAML")
+    output.add_option(found, default="yaml")
     found.set_defaults(run=_digest)
 
 
@@ -50,12 +50,12 @@ def _digest(given: argparse.Namespace) -> int:
     if given.description:
         prefix["description"] = given.description
     printed = _share(given, prefix) if given.share else {"prefixes": [prefix]}
-    if given.json:
-        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
-        return 0
-    blocks = shared_blocks(len(tokens), given.block_tokens)
-    sys.stdout.write(f"# {blocks} whole blocks of {given.block_tokens} tokens are shared, the rest stays private.\n")
-    sys.stdout.write(yaml.safe_dump(printed, sort_keys=False))
+    if given.output == "yaml":
+        blocks = shared_blocks(len(tokens), given.block_tokens)
+        sys.stdout.write(
+            f"# {blocks} whole blocks of {given.block_tokens} tokens are shared, the rest stays private.\n"
+        )
+    output.show(given.output, printed)
     return 0
 
 

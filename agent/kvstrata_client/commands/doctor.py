@@ -4,7 +4,6 @@ Observe (kubectl, the node's agent), decide (`findings`, pure), print. It change
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from kvstrata_api.errors import (
     UnsupportedError,
 )
 from kvstrata_api.reasons import Weight
-from kvstrata_client.commands import agent, kubectl
+from kvstrata_client.commands import agent, kubectl, output
 from kvstrata_client.commands.kubectl import Kubectl
 
 Json = Mapping[str, Any]
@@ -91,7 +90,7 @@ def options(found: argparse.ArgumentParser) -> None:
     found.epilog = "example: kvstrata doctor -o json"
     found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
     kubectl.add_options(found)
-    found.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default: %(default)s")
+    output.add_option(found, names="what something is wrong with")
     agent.target_options(found)
     found.set_defaults(run=_doctor)
 
@@ -111,10 +110,8 @@ def _doctor(given: argparse.Namespace) -> int:
         except InvalidInputError as e:
             sys.stderr.write(f"kvstrata doctor: {e}\n")
             return 2
-    if given.output == "json":
-        sys.stdout.write(json.dumps({"findings": [asdict(one) for one in found]}, indent=2) + "\n")
-    else:
-        sys.stdout.write("\n".join(_lines(found)) + "\n")
+    subjects = dict.fromkeys(one.subject for one in found)
+    output.show(given.output, {"findings": [asdict(one) for one in found]}, _lines(found), subjects)
     return int(bool(found))
 
 

@@ -3,16 +3,17 @@
 import argparse
 import json
 import os
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 from urllib.parse import urlencode
 
 from kvstrata_api.errors import DirectoryAwayError, InvalidInputError
 from kvstrata_api.units import format_rounded
-from kvstrata_client.commands import table
+from kvstrata_client.commands import output
+from kvstrata_client.commands.output import table
 
 Json = dict[str, Any]
 
@@ -31,7 +32,7 @@ def options(found: argparse.ArgumentParser) -> None:
     )
     found.add_argument("--pool", help="only agents of this pool")
     found.add_argument("--state", choices=("live", "silent", "fenced"), help="only agents in this state")
-    found.add_argument("--json", action="store_true", help="all of it as JSON instead of tables")
+    output.add_option(found, names="agents")
     found.set_defaults(run=_fleet)
 
 
@@ -39,10 +40,8 @@ def _fleet(given: argparse.Namespace) -> int:
     """Print the summary and every agent that was asked for."""
     summary = _get(given.address, "/v1/fleet", {})
     agents = list(_agents(given.address, given.pool, given.state))
-    if given.json:
-        sys.stdout.write(json.dumps({**summary, "agents": agents}, indent=2, sort_keys=True) + "\n")
-        return 0
-    sys.stdout.write("\n".join([*_summary_lines(summary), "", *_agent_lines(agents)]) + "\n")
+    lines = chain(_summary_lines(summary), ("",), _agent_lines(agents))
+    output.show(given.output, {**summary, "agents": agents}, lines, (a["agent"] or a["incarnation"] for a in agents))
     return 0
 
 

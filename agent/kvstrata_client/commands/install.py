@@ -4,8 +4,6 @@ Observe (kubectl), decide (`findings`, pure), print. It changes nothing.
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -13,9 +11,10 @@ from typing import Any, Final
 from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import PAGE_SIZE
-from kvstrata_client.commands import kubectl, table
+from kvstrata_client.commands import kubectl, output
 from kvstrata_client.commands.kubectl import Kubectl
 from kvstrata_client.commands.manifests import objects
+from kvstrata_client.commands.output import table
 
 Json = Mapping[str, Any]
 
@@ -100,7 +99,7 @@ def options(found: argparse.ArgumentParser) -> None:
     )
     found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
     kubectl.add_options(found)
-    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    output.add_option(found)
     found.set_defaults(run=_install)
 
 
@@ -112,10 +111,7 @@ def _install(given: argparse.Namespace) -> int:
         raise InvalidInputError(f"{', '.join(given.pool)}: holds no KVPool")
     asked = Kubectl.of(given, "it asks the cluster")
     found = findings(observe(asked, given.namespace), release, pools)
-    if given.json:
-        sys.stdout.write(json.dumps({"findings": [asdict(one) for one in found]}, indent=2) + "\n")
-    else:
-        sys.stdout.write("\n".join(_lines(found)) + "\n")
+    output.show(given.output, {"findings": [asdict(one) for one in found]}, _lines(found))
     return int(any(one.is_failure for one in found))
 
 

@@ -1,7 +1,6 @@
 """Commands that work on declared objects: validate checks manifests, who-can-read answers who may read what."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,8 +18,9 @@ from kvstrata_api.names import GROUP
 from kvstrata_api.readers import Reader
 from kvstrata_api.shares import Declared
 from kvstrata_api.validate import parse_as, validate
-from kvstrata_client.commands import kubectl, table
+from kvstrata_client.commands import kubectl, output
 from kvstrata_client.commands.kubectl import Kubectl
+from kvstrata_client.commands.output import table
 
 Json = Mapping[str, Any]
 M = TypeVar("M", bound=ApiModel)
@@ -93,7 +93,7 @@ def who_can_read_options(found: argparse.ArgumentParser) -> None:
     found.add_argument("-f", "--filename", action="append", metavar="FILE", help="manifests instead of a cluster")
     kubectl.add_options(found)
     found.add_argument("--at", help="time to answer for, RFC 3339; default: now")
-    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    output.add_option(found, names="tenants that may read it")
     found.set_defaults(run=_who_can_read)
 
 
@@ -101,12 +101,10 @@ def _who_can_read(given: argparse.Namespace) -> int:
     """Print the answer; 1 when nobody may read it."""
     declared = declared_in(_manifests(given) if given.filename else _cluster(given))
     found = answer(given, declared)
-    if given.json:
-        rows = [{**asdict(r), "may_read": not r.refusal} for r in found]
-        sys.stdout.write(json.dumps({"readers": rows}, indent=2) + "\n")
-    else:
-        sys.stdout.write("\n".join(_lines(found)) + "\n")
-    return 0 if any(not r.refusal for r in found) else 1
+    rows = [{**asdict(r), "may_read": not r.refusal} for r in found]
+    names = sorted({r.tenant for r in found if not r.refusal})
+    output.show(given.output, {"readers": rows}, _lines(found), names)
+    return 0 if names else 1
 
 
 def answer(given: argparse.Namespace, declared: Declared) -> tuple[Reader, ...]:

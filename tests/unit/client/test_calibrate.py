@@ -155,7 +155,7 @@ def test_the_command_tells_what_to_put_into_the_pool(tmp_path: Path, capsys: pyt
     np.save(tmp_path / "kv.npy", captured())
     base = [str(tmp_path / "kv.npy"), "--model", "tiny", "--revision", "r1", "--error-permille", "60"]
     with pytest.raises(SystemExit) as end:
-        main(["calibrate", *base, "-o", str(tmp_path / "c.json")])
+        main(["calibrate", *base, "--out", str(tmp_path / "c.json")])
     first = capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["calibrate", str(tmp_path / "c.json")])

@@ -303,7 +303,7 @@ def test_without_kubectl_the_agent_alone_is_asked(
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--socket", "/s"), "--pool"), (("--pool", "p"), "--layout FILE"), (("-o", "yaml"), "invalid choice")],
+    [(("--socket", "/s"), "--pool"), (("--pool", "p"), "--layout FILE"), (("-o", "xml"), "invalid choice")],
 )
 def test_wrong_usage_has_a_status_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: Any, said: str

@@ -55,7 +55,7 @@ def test_ids_come_from_arguments_or_a_file_and_yaml_says_how_much_is_shared(
     assert told.startswith("# 2 whole blocks of 16 tokens are shared")
     expected = {"digest": prefix_digest(range(40)).hex(), "tokenCount": 40, "description": "v1"}
     assert yaml.safe_load(told) == {"prefixes": [expected]}
-    run("digest", *map(str, range(40)), "--json")
+    run("digest", *map(str, range(40)), "-o", "json")
     assert json.loads(capsys.readouterr().out)["prefixes"][0]["digest"] == expected["digest"]
 
 
@@ -87,7 +87,7 @@ def test_text_has_the_tokens_of_its_tokenizer(
     tokenizer: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], ids: list[int]
 ) -> None:
     for path in (tokenizer, tokenizer / "tokenizer.json"):
-        run("digest", "--text", "you are helpful", "--tokenizer", str(path), "--json", *more)
+        run("digest", "--text", "you are helpful", "--tokenizer", str(path), "-o", "json", *more)
         found = json.loads(capsys.readouterr().out)["prefixes"][0]
         assert found == {"digest": prefix_digest(ids).hex(), "tokenCount": len(ids)}
 
@@ -166,7 +166,7 @@ def ask(manifests: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Answers by tenant and scope: `read`, `write` or why not."""
 
     def asked(*arguments: str) -> tuple[int, dict[tuple[str, str], str]]:
-        code = run("who-can-read", "--json", "-f", str(manifests), *arguments)
+        code = run("who-can-read", "-o", "json", "-f", str(manifests), *arguments)
         rows = json.loads(capsys.readouterr().out)["readers"]
         return code, {
             (r["tenant"], r["scope"].split("/")[0]): r["refusal"] or ("write" if r["can_write"] else "read")
@@ -236,12 +236,12 @@ def test_the_example_is_what_the_command_makes_of_its_tokens_and_beta_may_read_i
 ) -> None:
     folder = Path(__file__).resolve().parents[3] / "examples" / "03-prefix-share"
     share = yaml.safe_load((folder / "20-share.yaml").read_text())
-    run("digest", "--tokens", str(folder / "system-prompt.ids"), "--json")
+    run("digest", "--tokens", str(folder / "system-prompt.ids"), "-o", "json")
     (made,) = json.loads(capsys.readouterr().out)["prefixes"]
     (declared,) = share["spec"]["prefixes"]
     assert made.items() <= declared.items()
 
-    assert run("who-can-read", declared["digest"], "-f", str(folder), "--json", "--at", "2026-01-01T00:00:00Z") == 0
+    assert run("who-can-read", declared["digest"], "-f", str(folder), "-o", "json", "--at", "2026-01-01T00:00:00Z") == 0
     found = {r["tenant"]: r["may_read"] for r in json.loads(capsys.readouterr().out)["readers"]}
     assert found == {"alpha": True, "beta": True}
 
