@@ -9,6 +9,7 @@ from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.tiers import MEDIA, CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
+DTYPE: Final = "bf16"
 ANY: Final = "*"
 """Model or revision of a pool that serves each engine its own: both are in the layout id, so no block is taken for
 another's."""
@@ -34,12 +35,13 @@ NVME_PATHS_MAX: Final = 16
 class Compatibility(ApiModel):
     """What makes KV blocks of equal tokens equal bytes; enters the layout id together with the engine's geometry."""
 
-    model: str = Field(min_length=1, max_length=253, description="Model name, as the engine knows it; * for any.")
-    revision: str = Field(min_length=1, max_length=128, description="Revision of the weights; * for any.")
+    model: str = Field(ANY, min_length=1, max_length=253, description="Model name, as the engine knows it; * for any.")
+    revision: str = Field(ANY, min_length=1, max_length=128, description="Revision of the weights; * for any.")
     dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"] = Field(
+        DTYPE,
         description="Element type of the KV cache; engines with another one are refused. bf16 and fp16: floats of two "
         "bytes. fp32: floats of four. fp8_e4m3 and fp8_e5m2: floats of one byte. int8: integers of one byte, as the "
-        "engine scales them."
+        "engine scales them.",
     )
     block_tokens: int = Field(BLOCK_TOKENS, ge=1, le=1024, description="Tokens in one block.")
 
@@ -164,6 +166,23 @@ class TierAutoscale(ApiModel):
     cooldown_seconds: int = Field(300, ge=10, le=86_400, description="Between two steps of a tier.")
 
 
+TIER_NAMES: Final = {
+    TierType.HBM: "hbm",
+    TierType.HOST_DRAM: "dram",
+    TierType.CXL: "cxl",
+    TierType.NVME: "nvme",
+    TierType.REMOTE_FLASH: "flash",
+    TierType.OBJECT: "object",
+}
+"""What a tier is called that has no name."""
+
+
+def with_name(tier: Any) -> Any:
+    """A tier's JSON with its name, where a manifest leaves that out."""
+    of = tier.get("type") if isinstance(tier, dict) and tier.get("name") is None else None
+    return {**tier, "name": TIER_NAMES[TierType(of)]} if isinstance(of, str) and of in {*TIER_NAMES} else tier
+
+
 _OPTIONAL_BLOCKS: Final = {TierType.HBM: ("hbm", "hbm"), TierType.HOST_DRAM: ("host_dram", "hostDRAM")}
 
 
@@ -178,7 +197,11 @@ def with_block(tier: Any) -> Any:
 class PoolTier(ApiModel):
     """One tier of a pool; no block but the one that matches `type` is set."""
 
-    name: Name = Field(description="Unique in the pool; label value in metrics.")
+    name: Name = Field(
+        "",
+        description="Unique in the pool; label value in metrics, and what quotas and operations name. Absent: hbm, "
+        "dram, cxl, nvme, flash or object, by type.",
+    )
     type: TierType = Field(description=f"Medium; immutable. {MEDIA}")
     capacity_per_node: Quantity | None = Field(None, description="Bytes on each node (not RemoteFlash, Object).")
     capacity: Quantity | None = Field(None, description="Bytes in all (only RemoteFlash and Object).")
@@ -196,6 +219,7 @@ class PoolTier(ApiModel):
     encryption: Encryption = Field(Encryption(), description="Encryption at rest of this tier.")
 
     _block = model_validator(mode="before")(with_block)
+    _name = model_validator(mode="before")(with_name)
 
 
 class EvictionPolicy(ApiModel):
@@ -388,7 +412,9 @@ class KVPoolSpec(ApiModel):
         {}, max_length=64, description="Labels of the nodes; empty selects all."
     )
     tolerations: tuple[Toleration, ...] = Field((), max_length=32, description="Tolerations of the agents.")
-    compatibility: Compatibility = Field(description="Model identity; immutable.")
+    compatibility: Compatibility = Field(
+        Compatibility(), description="Model identity; immutable. Absent: any model, with KV in bf16."
+    )
     tiers: tuple[PoolTier, ...] = Field(min_length=1, max_length=8, description="Fast to slow, unique names.")
     policy: PoolPolicy = Field(PoolPolicy(), description="What to keep and where.")
     metadata: MetadataSpec = Field(MetadataSpec(), description="Directory.")

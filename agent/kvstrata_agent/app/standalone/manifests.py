@@ -179,7 +179,8 @@ def _notes(pool: Json, objects: Iterable[Json]) -> Iterator[str]:
             yield f"KVPool/{_meta(obj).get('name')} is passed over: another pool was chosen"
     for tier in pool["spec"]["tiers"]:
         if tier.get("autoscale"):
-            yield f"tier {tier['name']}: autoscale has no effect on one machine, capacityPerNode counts"
+            name = tier.get("name", tier["type"])
+            yield f"tier {name}: autoscale has no effect on one machine, capacityPerNode counts"
 
 
 def _contested(found: Manifest) -> Iterator[str]:
