@@ -257,7 +257,7 @@ def _images(release: Release) -> Iterator[Finding]:
 
 def _storage(seen: Seen, release: Release) -> Iterator[Finding]:
     """The volume of Redis, where it is to have one."""
-    is_ours = release.value("redis.mode", default="StatefulSet") == "StatefulSet"
+    is_ours = release.value("redis.mode", default="Embedded") in ("Embedded", "StatefulSet")
     if not is_ours or not release.value("redis.persistence.enabled", default=False):
         return
     wanted = release.value("redis.persistence.storageClassName", default="")
