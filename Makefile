@@ -17,7 +17,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants soak test-gpu hardware test-guest test-node \
-  images image-pins test-images bench requirements generate screenshots sbom licences clean
+  images image-pins test-images bench docs requirements generate screenshots sbom licences clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -121,6 +121,9 @@ bench-%: setup
 
 screenshots: tools ## The same hour, and pictures of every dashboard, the map and the prefixes (docs/img; needs chromium)
 	@PYTHONPATH=tests $(BIN)/python -m drawing.screenshots
+
+docs: setup ## The site of the documents in build/site: strict, searched and read without a server
+	@$(BIN)/python hack/docs_build.py
 
 requirements: ## Compile requirements/*.txt from pyproject.toml
 	@hack/compile_requirements.sh

@@ -16,6 +16,7 @@ for process in operator metadata agent; do
 done
 compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev.txt
 compile client pyproject.toml -c requirements/dev.txt
+compile docs requirements/docs.in
 compile nixl requirements/nixl.in --no-deps
 for peer in requirements/peers-*.in; do
   case $peer in

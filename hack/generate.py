@@ -1,4 +1,4 @@
-"""Write or check everything that is generated: CRDs, chart CRDs, dashboards, metric docs, the wire protocol.
+"""Write or check everything that is generated: CRDs, chart CRDs, dashboards, pages of reference, the wire protocol.
 
 `--check` compares and fails on drift; `--write` brings the files up to date.
 """
@@ -13,6 +13,7 @@ GENERATORS: Final = (
     ("dashboards", ("-m", "kvstrata_telemetry.dashboard")),
     ("metric docs", ("-m", "kvstrata_telemetry.generated")),
     ("wire protocol", ("hack/protocol.py",)),
+    ("reference", ("hack/reference.py",)),
     ("chart", ("hack/sync_chart.py",)),  # Last: it copies what the others make.
 )
 

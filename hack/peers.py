@@ -1,6 +1,6 @@
-"""Make the environments of the packages that kvstrata is compared with and tested against.
+"""Make the environments of the packages that kvstrata is compared with, tested against, and that build its site.
 
-Each peer gets a virtual environment of its own in the cache (`KVSTRATA_CACHE`), because their pins exclude each other's
+Each gets a virtual environment of its own in the cache (`KVSTRATA_CACHE`), because their pins exclude each other's
 and ours. The packages come from hash-pinned files; the file's digest names the environment, so checkouts share it, and
 a stamp that it is whole makes a second run cost nothing.
 """
@@ -24,6 +24,7 @@ STAMP: Final = "kvstrata-peers.ready"
 
 PEERS: Final = {
     "codec": "blosc2, lz4 and numcodecs, which compress bytes",
+    "docs": "mkdocs with its material theme, which builds the site of the documents",
     "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
     "lmcache-0.5.5": "LMCache 0.5.5, the oldest that the L2 adapter works with",
     "lmcache-0.5.7rc2": "LMCache 0.5.7rc2, the newest that the L2 adapter works with",
@@ -40,8 +41,9 @@ PEERS: Final = {
     "vllm-lmcache": "vLLM 0.32 that serves on a CPU, with LMCache 0.5.7rc2 behind it",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }
-"""What there is, by name; each has its `requirements/peers-NAME.txt`."""
+"""What there is, by name; each has its `requirements/peers-NAME.txt`, what is no peer its `requirements/NAME.txt`."""
 
+DOCS: Final = "docs"
 RAW_BLOCK: Final = "raw-block"
 _DIGITS: Final = 12
 CRATES: Final = ROOT / "requirements" / "peers-raw-block.crates"
@@ -99,7 +101,7 @@ def _build_raw_block(python: Path) -> None:
 
 
 def _requirements(name: str) -> Path:
-    return ROOT / "requirements" / f"peers-{name}.txt"
+    return ROOT / "requirements" / (f"{name}.txt" if name == DOCS else f"peers-{name}.txt")
 
 
 def _directory(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Hatchling's hook for wheels: compiles the native kernels, and packs the page's dashboards and chart library."""
+"""Hatchling's hook for wheels: compiles the native kernels, packs documents, and the page's dashboards and charts."""
 
 import sys
 import tempfile
@@ -9,6 +9,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # Hatchling loads this file alone.
 
+import docs_build
 import native_build
 import page_build
 
@@ -22,6 +23,10 @@ class Wheel(BuildHookInterface[Any]):
         """Make and fetch before the build; a wheel with kernels is for one platform, one without them for all."""
         self._kernels(build_data, is_editable=version == "editable")
         self._page(build_data, is_editable=version == "editable")
+        if version != "editable":  # There the tree is around the code.
+            root = Path(self.root)
+            included = {str(root / page): f"kvstrata_client/pages/{page}" for page in docs_build.packed(root)}
+            build_data["force_include"].update(included)
 
     def _kernels(self, build_data: dict[str, Any], *, is_editable: bool) -> None:
         sources = Path(self.root, native_build.PACKAGE)

@@ -19,7 +19,9 @@ EXIT_FAILED: Final = 1
 """The command was understood and the answer is no, or the agent could not give one."""
 
 COMMANDS: Final = {
-    "stats": ("agent.stats_options", "tiers and counters of an agent, as JSON"),
+    "status": ("status.status_options", "pools, tiers, tenants and operations of a cluster at a glance"),
+    "tenants": ("status.tenants_options", "tenants with what they use, may use and read"),
+    "stats": ("agent.stats_options", "tiers and counters of an agent"),
     "explain": ("agent.explain_options", "why a block or a session is where it is"),
     "session": (
         "agent.session_options",
@@ -39,6 +41,7 @@ COMMANDS: Final = {
     ),
     "install": ("install.options", "whether the chart will work on a cluster, and what mends what will not"),
     "doctor": ("doctor.options", "what is wrong with a release that runs, worst first, and what mends it"),
+    "probe": ("probe.options", "stores, finds and reads prompts of its own, and says how much each tier kept"),
     "capacity": ("capacity.options", "how many bytes of KV a model makes of a token, and what a tier holds of it"),
     "digest": ("digest.options", "digest and token count of a prefix, as YAML for a KVPrefixShare"),
     "calibrate": ("calibrate.options", "forms for captured KV under a permitted error, as YAML for a KVPool"),
@@ -46,6 +49,7 @@ COMMANDS: Final = {
         "conformance.options",
         "try a client of the protocol in another language, or an engine's own",
     ),
+    "docs": ("docs.options", "the documents of this version: a list, a page, or the lines with some words"),
 }
 """What gives each command its options, in `commands`, and what it is for. It is imported once the command is chosen."""
 

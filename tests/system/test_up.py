@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import traceback
 import urllib.request
@@ -15,7 +17,8 @@ import pytest
 from kvstrata import Client, Hinted, Outcome, PrefixCache
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_client.connectors.vllm.engine import parse
-from support.agent.standalone import BLOCKS, POOL, Up, content, declared, pool, tenant, tokens, until
+from support.agent.standalone import BLOCKS, LAYOUT, POOL, Up, content, declared, pool, tenant, tokens, until
+from support.runner.alone import environment
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -180,3 +183,27 @@ def as_user(uid: int, gid: int, work: Callable[[], None]) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("wanted", "status"), [("4Mi", 0), ("40Mi", 1)])
+def test_a_probe_says_what_was_kept_and_leaves_nothing(up: Up, wanted: str, status: int) -> None:
+    up.declare(pool())
+    up.start()
+    options = ("--socket", str(up.socket), "--pool", POOL, "--model", LAYOUT.model, "--revision", LAYOUT.revision)
+    sizes = ("--bytes", wanted, "--block-bytes", "64Ki", "--prompt-blocks", "8", "--settle-s", "0.1")
+    done = subprocess.run(
+        (sys.executable, "-m", "kvstrata_client.cli", "probe", *options, *sizes, "-o", "json"),
+        capture_output=True, text=True, env=environment(), check=False,
+    )  # fmt: skip
+
+    assert done.returncode == status, done.stderr
+    found = json.loads(done.stdout)
+    (dram,) = found["tiers"]
+    stored, kept, read = found["storedBlocks"], found["keptBlocks"], found["readBlocks"]
+    assert found["isWhole"] == (read == kept == stored) == (status == 0)
+    assert (dram["keptBlocks"], found["droppedBlocks"]) == (kept, read)
+    assert 0 < dram["keptBytes"] == kept * (64 << 10) <= dram["capacityBytes"]
+    assert 0 < read <= kept, "what is over the watermark goes on leaving"
+    assert (found["wrongBlocks"], found["refusedBlocks"]) == (0, 0)
+    with up.client() as client:
+        assert json.loads(client.stats())["tenant"]["used_bytes"] == 0

@@ -62,6 +62,7 @@ def test_the_client_installs_alone_and_names_what_a_process_needs(wheel: Path, t
     assert succeed(bin_ / "kvstrata", "version").startswith("kvstrata ")
     succeed(bin_ / "kvstrata", "validate", "-f", ROOT / "examples" / "01-quickstart" / "10-pool.yaml")
     succeed(bin_ / "python", "-c", "import kvstrata_client")
+    assert succeed(bin_ / "kvstrata", "docs", "install") == (ROOT / "docs" / "install.md").read_text()
     for process in ("agent", "metadata", "operator"):
         refused = run(bin_ / f"kvstrata-{process}", "--help")
         assert refused.returncode == 1

@@ -109,13 +109,13 @@ def target_options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--block-tokens", type=int, default=16)
 
 
-def attach(given: argparse.Namespace) -> Client:
-    """Attach. Raises the `KvStrataError` that keeps the client away."""
+def attach(given: argparse.Namespace, layout: Layout | None = None) -> Client:
+    """Attach with `layout`, or that of the options. Raises the `KvStrataError` that keeps the client away."""
     if not given.pool:
         raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
     socket = Path(given.socket or names.socket_path(given.pool))
     token = given.token_file or (Path(names.TOKEN_FILE) if Path(names.TOKEN_FILE).exists() else NO_TOKEN)
-    client = Client(Target(socket, given.pool, token, _layout(given)), strict=True)
+    client = Client(Target(socket, given.pool, token, layout or layout_of(given)), strict=True)
     if not client.wait_settled(WAIT_S):
         reason = client.reason
         client.close()
@@ -123,7 +123,7 @@ def attach(given: argparse.Namespace) -> Client:
     return client
 
 
-def _layout(given: argparse.Namespace) -> Layout:
+def layout_of(given: argparse.Namespace) -> Layout:
     """Layout from a file, or one that only fits the pool."""
     if given.layout is not None:
         return _read_layout(given.layout)

@@ -1,0 +1,167 @@
+"""`kvstrata status` and `tenants`: what is declared, what became of it, and an exit status for scripts."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from kvstrata_api import names
+from kvstrata_client.cli import main
+from kvstrata_client.commands import doctor, status
+from kvstrata_client.commands.doctor import Seen
+from kvstrata_client.commands.kubectl import Kubectl
+
+pytestmark = pytest.mark.unit
+
+Json = dict[str, Any]
+NOW = datetime(2026, 11, 26, 12, 0, 0, tzinfo=UTC)
+LONG_AGO = "2026-11-20T08:00:00Z"
+GIB = 1 << 30
+
+
+def declared(kind: str, name: str, spec: Json, *, namespace: str = "", **stated: Any) -> Json:
+    metadata = {"name": name, "creationTimestamp": LONG_AGO} | ({"namespace": namespace} if namespace else {})
+    return {"apiVersion": names.API_VERSION, "kind": kind, "metadata": metadata, "spec": spec, "status": stated}
+
+
+def says(type_: str, reason: str, status_: str = "True", message: str = "") -> Json:
+    return {"type": type_, "status": status_, "reason": reason, "message": message, "lastTransitionTime": LONG_AGO}
+
+
+def deployment(name: str, available: int, wanted: int) -> Json:
+    metadata = {"name": name, "namespace": names.SYSTEM_NAMESPACE, "creationTimestamp": LONG_AGO}
+    stated = {"availableReplicas": available}
+    return {"kind": "Deployment", "metadata": metadata, "spec": {"replicas": wanted}, "status": stated}
+
+
+def lease(node_name: str) -> Json:
+    metadata = {"name": names.agent_lease_name("demo", node_name), "creationTimestamp": LONG_AGO}
+    return {"kind": "Lease", "metadata": metadata, "spec": {"renewTime": NOW.isoformat(), "leaseDurationSeconds": 15}}
+
+
+def node(name: str, used: int, *, ready: Json | None = None) -> Json:
+    tier = {
+        "name": "dram",
+        "type": "HostDRAM",
+        "phase": "Ready",
+        "capacityBytes": 2 * GIB,
+        "usedBytes": used,
+        "blocks": 7,
+    }
+    spec = {"poolRef": "demo", "nodeName": name}
+    conditions = [ready or says("Ready", "Serving"), says("AgentConnected", "Serving")]
+    return declared("KVPoolNode", f"demo.{name}", spec, conditions=conditions, tiers=[tier], agentVersion="0.1.0")
+
+
+def cluster() -> list[Json]:
+    pool = {
+        "compatibility": {"model": "m"},
+        "tiers": [{"name": "dram", "type": "HostDRAM", "capacityPerNode": "2Gi"}],
+    }
+    return [
+        declared("KVPool", "demo", pool, conditions=[says("Ready", "AllNodesReady")], nodes={"matched": 2, "ready": 2},
+                 tiers=[{"name": "dram", "capacity": "4Gi", "used": "1.5Gi"}], hitPercent=61, tenants=2),
+        node("n0", GIB), node("n1", GIB // 2),
+        declared("KVTenant", "alpha", {"weight": 200}, conditions=[says("Ready", "Ready")], used="1.5Gi", quota="2Gi",
+                 effectiveDomain="lab", keyVersion=3, usage=[{"poolRef": "demo", "tier": "dram", "used": "1.5Gi"}]),
+        declared("KVTenant", "beta", {}, conditions=[says("Ready", "Ready")], keyVersion=1),
+        declared("KVTrustDomain", "lab", {"tenants": ["alpha", "beta"]}, conditions=[says("Ready", "Ready")],
+                 members=["alpha"]),
+        declared("KVPrefixShare", "prompt", {"poolRef": "demo", "to": [{"domain": "lab"}]}, namespace="team",
+                 conditions=[says("Active", "Granted")]),
+        declared("KVPrefixShare", "over", {"poolRef": "demo", "to": [{"tenant": "beta"}]}, namespace="team",
+                 conditions=[says("Active", "Expired", "False"), says("Expired", "Expired")]),
+        declared("KVOperation", "drain", {"type": "Drain", "poolRef": "demo"}, state="Progressing", summary="1/2 nodes",
+                 conditions=[says("Progressing", "Running")]),
+        declared("KVOperation", "done", {"type": "Flush", "poolRef": "demo"}, state="Complete",
+                 conditions=[says("Complete", "Done")]),
+    ]  # fmt: skip
+
+
+PARTS = [deployment("kvstrata-operator", 1, 1), deployment("kvstrata-metadata", 2, 2), lease("n0"), lease("n1")]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What a command prints, and its exit status, of a cluster."""
+    objects, parts = cluster(), list(PARTS)
+    monkeypatch.setattr(Kubectl, "of", classmethod(lambda cls, *_: cls(("kubectl",))))
+    monkeypatch.setattr(doctor, "observe", lambda _, namespace: Seen(NOW, objects, parts, namespace))
+
+    def call(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        return int(end.value.code or 0), "".join(capsys.readouterr())
+
+    call.objects, call.parts = objects, parts  # type: ignore[attr-defined]
+    return call
+
+
+def test_a_cluster_that_is_well_is_told_in_a_page(shown: Any) -> None:
+    code, out = shown("status")
+
+    lines = out.splitlines()
+    assert lines[0] == "kvstrata-system: operator 1/1, metadata 2/2"
+    assert lines[3].split() == ["demo", "yes", "2/2", "1.5Gi", "(37", "%)", "61", "%", "-", "2", "m"]
+    assert lines[6].split() == ["demo", "dram", "HostDRAM", "4Gi", "4Gi", "1.5Gi", "(37", "%)"]
+    assert "2 tenants (2 Ready), 1 trust domains, 1 of 2 shares active" in lines
+    assert [line.split()[0] for line in lines if "Drain" in line or "Flush" in line] == ["drain"], "only what runs"
+    assert (code, "0 broken" in lines[-1]) == (0, True)
+
+
+def test_its_answer_is_for_programs_too(shown: Any) -> None:
+    code, out = shown("status", "-o", "json")
+
+    at = json.loads(out)
+    assert (code, at["findings"]["broken"]) == (0, 0)
+    sizes = {"wantedBytes": 4 * GIB, "capacityBytes": 4 * GIB, "usedBytes": 3 * GIB // 2}
+    assert at["pools"][0]["tiers"] == [{"name": "dram", "type": "HostDRAM", **sizes}]
+    assert [(n["node"], n["tiers"][0]["blocks"]) for n in at["nodes"]] == [("n0", 7), ("n1", 7)]
+    assert shown("status", "-o", "name") == (0, "demo\n")
+
+
+@pytest.mark.parametrize("what", ["pool", "node", "operator", "nothing"])
+def test_the_exit_status_is_one_when_something_is_broken(shown: Any, what: str) -> None:
+    if what == "pool":
+        shown.objects[0]["status"]["conditions"] = [says("Ready", "NoNodes", "False", "no node matches")]
+    elif what == "node":
+        shown.objects[1]["status"]["conditions"][1] = says("AgentConnected", "LeaseExpired", "False", "silent for 60 s")
+    elif what == "operator":
+        shown.parts[0]["status"]["availableReplicas"] = 0
+    else:
+        shown.objects.clear()
+    code, out = shown("status")
+
+    assert code == 1
+    assert {"pool": "demo: no node matches", "nothing": "no KVPool is declared"}.get(what, "doctor names them") in out
+
+
+def test_tenants_stand_in_a_table(shown: Any) -> None:
+    code, out = shown("tenants")
+
+    _, alpha, beta = (line.split() for line in out.splitlines())
+    assert alpha == ["alpha", "yes", "1.5Gi", "2Gi", "-", "0", "200", "lab", "v3", "1"]
+    assert beta == ["beta", "yes", "0", "-", "-", "0", "100", "-", "v1", "0"]
+    assert code == 0
+
+
+def test_one_tenant_has_its_bytes_and_what_it_reads(shown: Any) -> None:
+    code, out = shown("tenants", "alpha")
+
+    assert code == 0
+    assert "reads the shares team/prompt" in out.splitlines()
+    assert "shares its domain with none; kvstrata who-can-read --domain lab" in out.splitlines()
+    assert out.splitlines()[-1].split() == ["demo", "dram", "1.5Gi"]
+
+
+def test_an_unknown_tenant_is_named_with_those_that_there_are(shown: Any) -> None:
+    assert shown("tenants", "gamma") == (1, "kvstrata: tenant 'gamma': the cluster has alpha, beta\n")
+
+
+def test_a_tenant_that_is_not_ready_says_why(shown: Any) -> None:
+    shown.objects[4]["status"]["conditions"] = [says("Ready", "NotAccepted", "False", "it claims what alpha claims")]
+
+    code, out = shown("tenants", "beta")
+    assert (code, "NotAccepted: it claims what alpha claims" in out.splitlines()) == (1, True)
+    assert status.overview(Seen(NOW, shown.objects, shown.parts, "x"))["tenants"][1]["reason"] == "NotAccepted"
