@@ -13,10 +13,12 @@ from typing import Final
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
 from kvstrata_client.commands import of_agent
+from kvstrata_client.commands.output import UsageError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 """The command was understood and the answer is no, or the agent could not give one."""
+EXIT_USAGE: Final = 2
 
 COMMANDS: Final = {
     "status": ("status.status_options", "pools, tiers, tenants and operations of a cluster at a glance"),
@@ -34,7 +36,7 @@ COMMANDS: Final = {
     ),
     "why-miss": ("agent.why_miss_options", "why a prompt is not cached, or not all of it, in every scope"),
     "fleet": ("fleet.options", "pools, agents, Redis and leader, as the metadata service sees them"),
-    "validate": ("manifests.validate_options", "check manifests as the API server would, without one"),
+    "validate": ("validate.options", "check manifests as the API server would, without one"),
     "who-can-read": (
         "manifests.who_can_read_options",
         "who may read a prefix, or the blocks of a tenant, domain or share, and why others may not",
@@ -65,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run: Callable[[argparse.Namespace], int] = given.run
     try:
         sys.exit(run(given))
+    except UsageError as e:
+        sys.stderr.write(f"kvstrata {given.command}: {e}\n")
+        sys.exit(EXIT_USAGE)
     except KvStrataError as e:
         sys.stderr.write(f"kvstrata: {e}\n")
         sys.exit(EXIT_FAILED)

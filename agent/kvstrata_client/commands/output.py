@@ -6,8 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from kvstrata_api.errors import InvalidInputError
+
 TABLE: Final = "table"
 _STRUCTURED: Final = ("json", "yaml")
+
+
+class UsageError(InvalidInputError):
+    """The command line is wrong, not what it was about; exit status 2. Names every option that is missing."""
 
 
 def add_option(found: argparse.ArgumentParser, *, names: str = "", default: str = TABLE) -> None:
