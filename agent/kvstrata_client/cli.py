@@ -13,7 +13,7 @@ from typing import Final
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
 from kvstrata_client.commands import of_agent
-from kvstrata_client.commands.output import UsageError
+from kvstrata_client.commands.output import Parser, UsageError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -81,7 +81,7 @@ def parser(chosen: str = "") -> argparse.ArgumentParser:
     """Build the parser: every command by its name, the one that was chosen with its options."""
     top = argparse.ArgumentParser(prog="kvstrata", description=__doc__)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command", parser_class=Parser)
     for name, (place, said) in COMMANDS.items():
         found = commands.add_parser(name, help=said, description=f"{said[0].upper()}{said[1:]}.")
         if name == chosen:

@@ -511,6 +511,32 @@ def test_the_command_line_shows_tiers_prompts_and_reasons(
         assert told["longest"] == told["nodes"][0]["node"]
 
 
+def test_a_layout_of_which_no_block_is_there_is_refused_and_not_answered_with_none(
+    agent: AgentThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found under another layout is nothing, however much is cached; an empty node has nothing under any."""
+    (tmp_path / "token").write_text("a")
+    other = dataclasses.replace(LAYOUT, layers=LAYOUT.layers * 2)
+    (tmp_path / "layout.json").write_text(json.dumps(dataclasses.asdict(other)))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+
+    def run(command: str) -> tuple[int | str | None, str, str]:
+        common = ("--socket", str(agent.socket), "--pool", "pool", "--token-file", str(tmp_path / "token"))
+        with pytest.raises(SystemExit) as end:
+            main([command, str(tmp_path / "tokens.json"), *common, "--layout", str(tmp_path / "layout.json")])
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    assert run("lookup")[0] == 0
+    with attached(agent.socket) as client:
+        PrefixCache(client).store(TOKENS, content())
+    for command in ("lookup", "why-miss", "route-hint"):
+        code, out, err = run(command)
+        assert (code, out) == (1, "")
+        assert f"no block here has its id {other.layout_id().hex()}" in err
+        assert LAYOUT.layout_id().hex() in err
+
+
 def test_the_command_line_shows_the_life_of_a_session(
     agent: AgentThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

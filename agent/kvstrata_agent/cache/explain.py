@@ -16,7 +16,7 @@ from kvstrata_api.blocks import ScopeId
 from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.node import Node
@@ -42,10 +42,11 @@ class Explainer:
         self._reader = reader
         self._archiver = archiver
 
-    def stats(self, tenant: str) -> dict[str, Any]:
+    def stats(self, tenant: str, scopes: Iterable[ScopeId]) -> dict[str, Any]:
         """Tiers and totals. Fills are rounded to 1 %, so that a tenant cannot count the blocks of another.
 
-        What the tenant that asks has on its own account is exact. How fast its engines compute is None while unknown.
+        What the tenant that asks has on its own account is exact. How fast its engines compute is None while unknown;
+        layouts are those of blocks in the scopes that it may read.
         """
         node = self._node
         limits = {t: node.tenants.hard_bytes(t, tenant) for t in node.tiers}
@@ -59,6 +60,7 @@ class Explainer:
                 "used_bytes": sum(t.tenant_bytes.get(tenant, 0) for t in node.tiers),
                 "limit_bytes": sum(t.backend.capacity_bytes if n is None else n for t, n in limits.items()),
                 "prefill_tokens_per_s": self._reader.engine(tenant).prefill_tokens_per_s or None,
+                "layouts": sorted({layout.hex() for scope in scopes for layout in node.index.layouts(scope)}),
             },
         }
 

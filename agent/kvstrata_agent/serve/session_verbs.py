@@ -113,7 +113,8 @@ class SessionVerbs:
         return self._hinted(request, _COMPLETE, wire.Outcome.ACCEPTED, 2 if is_archived else 1)
 
     def _stats(self, at: Attachment, request: wire.Stats) -> wire.Text:
-        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats(at.tenant)))
+        stats = self._cache.explainer.stats(at.tenant, [right.access.scope for right in at.rights.values()])
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(stats))
 
     def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:
         if bool(request.session) + bool(request.digest) > 1 or not (request.session or request.digest or request.scope):

@@ -94,7 +94,7 @@ def options(found: argparse.ArgumentParser) -> None:
     kubectl.add_options(found)
     output.add_option(found, names="what something is wrong with")
     agent.target_options(found)
-    found.set_defaults(run=_doctor)
+    found.set_defaults(run=_doctor, missing=None)  # Of the agent only where one is named.
 
 
 def _doctor(given: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from kvstrata_api.errors import ApiServerAwayError, UnsupportedError
 Json = dict[str, Any]
 
 TIMEOUT_S: Final = 30.0
+_KLOG: Final = re.compile(r"[EWIF]\d{4} ")
+"""Begin of a line of klog: severity, month and day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Kubectl:
             done.check_returncode()
             found: Json = json.loads(done.stdout)
         except subprocess.CalledProcessError as e:
-            raise ApiServerAwayError(f"kubectl: {e.stderr.strip()[:500]}") from e
+            raise ApiServerAwayError(f"kubectl: {_said(e.stderr)[:500]}") from e
         except ValueError as e:
             raise ApiServerAwayError(f"kubectl: {e}") from e
         return found
@@ -57,6 +60,11 @@ class Kubectl:
             )
         except (OSError, subprocess.TimeoutExpired) as e:
             raise ApiServerAwayError(f"kubectl: {e}") from e
+
+
+def _said(stderr: str) -> str:
+    """What kubectl has to say, without the log of its library before it."""
+    return "\n".join(line for line in stderr.strip().splitlines() if not _KLOG.match(line)) or stderr.strip()
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
