@@ -2,10 +2,12 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstrata_api import entry
-from kvstrata_client.commands.output import Parser
+
+if TYPE_CHECKING:
+    from kvstrata_client.commands.output import Parser
 
 COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
     "up": ("an agent on this machine, without Kubernetes or Redis", entry.up),
