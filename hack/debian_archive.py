@@ -28,12 +28,12 @@ def release_codename() -> str:
 
 
 def check_machine() -> None:
-    """Raise `ArchiveError` unless apt can run here, for the only architecture there is."""
+    """Raise `ArchiveError` unless apt can run here, on the only kind of machine that this was tried on."""
     missing = [name for name in ("apt-get", "apt-cache", "dpkg") if shutil.which(name) is None]
     if missing or not KEYRING.exists():
         raise ArchiveError(f"packages come from a Debian mirror by apt: {', '.join(missing) or KEYRING} is missing")
     if platform.machine() != "x86_64":
-        raise ArchiveError(f"packages are those of x86-64; this machine is {platform.machine()}")
+        raise ArchiveError(f"packages are unpacked and run on x86-64; this machine is {platform.machine()}")
 
 
 def mirror(codename: str) -> str:
@@ -53,14 +53,17 @@ def source_line(uri: str, suite: str) -> str:
 class Archive:
     """apt with a state of its own, in which nothing is installed."""
 
-    def __init__(self, folder: Path, sources: Iterable[str]) -> None:
-        """Make the folders below `folder` and read the indexes of the lines `sources`; `ArchiveError`."""
+    def __init__(self, folder: Path, sources: Iterable[str], architecture: str = "amd64") -> None:
+        """Make the folders below `folder` and read the indexes of the lines `sources`; `ArchiveError`.
+
+        Packages are those for machines of the Debian architecture `architecture`.
+        """
         self._folder = folder
         for name in ("state/lists/partial", "cache/archives/partial", "single"):
             (folder / name).mkdir(parents=True)
         (folder / "status").touch()
         (folder / "sources.list").write_text("".join(sources))
-        (folder / "apt.conf").write_text(_configuration(folder))
+        (folder / "apt.conf").write_text(_configuration(folder, architecture))
         self.apt("apt-get", "-q", "update")
 
     def download(self, packages: Sequence[str]) -> list[Path]:
@@ -80,8 +83,10 @@ class Archive:
         return run(arguments, {"APT_CONFIG": str(self._folder / "apt.conf"), "LC_ALL": "C"}, cwd)
 
 
-def _configuration(folder: Path) -> str:
+def _configuration(folder: Path, architecture: str) -> str:
     settings = {
+        "APT::Architecture": architecture,
+        "APT::Architectures": architecture,
         "Dir::State": folder / "state",
         "Dir::State::status": folder / "status",
         "Dir::Cache": folder / "cache",

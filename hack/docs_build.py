@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CONFIG: Final = "mkdocs.yml"
-STAGE: Final = Path("build/docs")
 SITE: Final = Path("build/site")
 ASSETS: Final = Path("hack/docs_assets")
 """What the site has besides: its width, and what lets a page that was opened as a file search."""
@@ -131,8 +131,7 @@ def _why(link: Link, names: dict[Path, frozenset[str]], root: Path) -> str:
 
 
 def stage(root: Path, target: Path) -> None:
-    """Copy pages and what they link to into an empty folder, by their paths in the tree."""
-    shutil.rmtree(target, ignore_errors=True)
+    """Copy pages and what they link to into a new folder, by their paths in the tree."""
     others = {link.target for page in pages(root) for link in links(page, root) if link.target.suffix != ".md"}
     for page in pages(root):
         (target / page).parent.mkdir(parents=True, exist_ok=True)
@@ -178,17 +177,15 @@ def build(root: Path, python: Path, site: Path) -> int:
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
     given = yaml.load((root / CONFIG).read_text(encoding="utf-8"), Loader)  # noqa: S506  A safe loader.
-    stage(root, root / STAGE / "pages")
-    config = root / STAGE / CONFIG
-    own = {
-        "INHERIT": str(root / CONFIG),
-        "docs_dir": "pages",
-        "site_dir": str(site),
-        "nav": navigation(given["nav"], root),
-    }
-    config.write_text(json.dumps(own), encoding="utf-8")  # JSON is YAML.
-    command = [str(python), "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(config)]
-    return subprocess.run(command, check=False, env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"}).returncode
+    with tempfile.TemporaryDirectory(prefix="kvstrata-docs-") as place:
+        stage(root, Path(place, "pages"))
+        nav = navigation(given["nav"], root)
+        own = {"INHERIT": str(root / CONFIG), "docs_dir": "pages", "site_dir": str(site), "nav": nav}
+        config = Path(place, CONFIG)
+        config.write_text(json.dumps(own), encoding="utf-8")  # JSON is YAML.
+        command = [str(python), "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(config)]
+        environ = {"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"}
+        return subprocess.run(command, check=False, env=environ).returncode
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 
 As a script it compiles them beside their sources when these are newer. Where there is no C compiler ($CC, default
 cc), or no headers of Python, the kernels run in Python (`kvstrata_native.python`): that is said, and is no error.
+For another machine, $CC is a compiler for it, $KVSTRATA_PYTHON_HEADERS has the folders of its Python's headers, and
+$KVSTRATA_WHEEL_PLATFORM the platform in the wheel's name; then a wheel without kernels is an error.
 """
 
 import os
@@ -14,6 +16,8 @@ from typing import Final
 
 PACKAGE: Final = Path("agent/kvstrata_native")
 LIBRARY: Final = "_kernels.abi3.so"
+HEADERS: Final = "KVSTRATA_PYTHON_HEADERS"
+PLATFORM: Final = "KVSTRATA_WHEEL_PLATFORM"
 PYTHON_ABI: Final = (3, 11)
 """First Python whose stable ABI has buffers; one library serves all from it on."""
 
@@ -27,9 +31,13 @@ _FLAGS: Final = (
 
 
 def wheel_tag() -> str:
-    """Python, ABI and platform of what is compiled here."""
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    """Python, ABI and platform of what is compiled here, or for what $KVSTRATA_WHEEL_PLATFORM names."""
+    platform = os.environ.get(PLATFORM) or sysconfig.get_platform().replace("-", "_").replace(".", "_")
     return f"cp{PYTHON_ABI[0]}{PYTHON_ABI[1]}-abi3-{platform}"
+
+
+def _headers() -> list[str]:
+    return (os.environ.get(HEADERS) or sysconfig.get_path("include")).split(os.pathsep)
 
 
 def compile_kernels(sources: Path, library: Path) -> str | None:
@@ -39,7 +47,7 @@ def compile_kernels(sources: Path, library: Path) -> str | None:
         *shlex.split(os.environ.get("CC") or "cc"),
         *_FLAGS,
         f"-DPy_LIMITED_API=0x{PYTHON_ABI[0]:02X}{PYTHON_ABI[1]:02X}0000",
-        f"-I{sysconfig.get_path('include')}",
+        *(f"-I{folder}" for folder in _headers()),
         *(str(path) for path in sorted(sources.glob("*.c"))),
         "-o",
         str(making),

@@ -24,7 +24,7 @@ VENV: Final = ROOT / ".venv"
 STAMP: Final = VENV / "kvstrata-setup.sha256"
 LOG: Final = ROOT / "build/setup.log"
 SOURCES: Final = ("requirements/dev.txt", "requirements/nixl.txt", "pyproject.toml", "hack/setup.py")
-PYTHONS: Final = ((3, 11), (3, 12))
+PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 PROGRAMS: Final = {
     "redis-server": "redis-server",
     "prometheus": "prometheus",

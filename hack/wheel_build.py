@@ -1,5 +1,6 @@
 """Hatchling's hook for wheels: compiles the native kernels, packs documents, and the page's dashboards and charts."""
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +37,8 @@ class Wheel(BuildHookInterface[Any]):
         self._made = tempfile.TemporaryDirectory(prefix="kvstrata-native-")
         library = Path(self._made.name, native_build.LIBRARY)
         failure = native_build.compile_kernels(sources, library)
+        if failure is not None and os.environ.get(native_build.PLATFORM):
+            raise RuntimeError(f"no native kernels for {os.environ[native_build.PLATFORM]}: {failure}")
         self._tell("native kernels", failure)
         if failure is None:
             build_data["force_include"][str(library)] = f"{native_build.PACKAGE.name}/{native_build.LIBRARY}"

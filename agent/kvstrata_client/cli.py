@@ -8,10 +8,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Final
 
 from kvstrata_api import __version__
-from kvstrata_api.errors import KvStrataError
+from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_client.commands import of_agent
 from kvstrata_client.commands.output import Parser, UsageError
 
@@ -20,8 +21,13 @@ EXIT_FAILED: Final = 1
 """The command was understood and the answer is no, or the agent could not give one."""
 EXIT_USAGE: Final = 2
 
+PLUGIN: Final = "kubectl-kvstrata"
+"""The same program, where kubectl finds it: `kubectl kvstrata status`."""
+SHELLS: Final = ("bash", "zsh", "tcsh")
+
 COMMANDS: Final = {
     "status": ("status.status_options", "pools, tiers, tenants and operations of a cluster at a glance"),
+    "top": ("top.options", "the same and more of a cluster, live"),
     "tenants": ("status.tenants_options", "tenants with what they use, may use and read"),
     "stats": ("agent.stats_options", "tiers and counters of an agent"),
     "explain": ("agent.explain_options", "why a block or a session is where it is"),
@@ -44,6 +50,7 @@ COMMANDS: Final = {
     "install": ("install.options", "whether the chart will work on a cluster, and what mends what will not"),
     "doctor": ("doctor.options", "what is wrong with a release that runs, worst first, and what mends it"),
     "probe": ("probe.options", "stores, finds and reads prompts of its own, and says how much each tier kept"),
+    "support-bundle": ("bundle.options", "an archive of what somebody who helps needs to see, without secrets"),
     "capacity": ("capacity.options", "how many bytes of KV a model makes of a token, and what a tier holds of it"),
     "digest": ("digest.options", "digest and token count of a prefix, as YAML for a KVPrefixShare"),
     "calibrate": ("calibrate.options", "forms for captured KV under a permitted error, as YAML for a KVPool"),
@@ -77,20 +84,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_FAILED)
 
 
-def parser(chosen: str = "") -> argparse.ArgumentParser:
-    """Build the parser: every command by its name, the one that was chosen with its options."""
-    top = argparse.ArgumentParser(prog="kvstrata", description=__doc__)
+def parser(chosen: str = "", *, is_whole: bool = False) -> argparse.ArgumentParser:
+    """Build the parser: every command by its name, the one that was chosen, or all, with their options."""
+    is_plugin = Path(sys.argv[0]).name == PLUGIN
+    top = argparse.ArgumentParser(prog=PLUGIN.replace("-", " ") if is_plugin else "kvstrata", description=__doc__)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command", parser_class=Parser)
     for name, (place, said) in COMMANDS.items():
         found = commands.add_parser(name, help=said, description=f"{said[0].upper()}{said[1:]}.")
-        if name == chosen:
+        if is_whole or name == chosen:
             module, _, options = place.partition(".")
             getattr(import_module(f"kvstrata_client.commands.{module}"), options)(found)
     of_agent.add(commands)
+    completion = commands.add_parser("completion", help="print what a shell completes this command by")
+    completion.description = "Prints a script for a shell, which completes commands and options."
+    completion.epilog = 'example: eval "$(kvstrata completion bash)"'
+    completion.add_argument("shell", choices=SHELLS)
+    completion.set_defaults(run=print_completion)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)
     return top
+
+
+def print_completion(given: argparse.Namespace) -> int:
+    """Print a script of shtab's. Raises `UnsupportedError` without it."""
+    try:
+        import shtab
+    except ImportError as e:
+        raise UnsupportedError("it needs the package shtab: pip install 'kvstrata[cli]'") from e
+    sys.stdout.write(shtab.complete(parser(is_whole=True), given.shell))
+    return EXIT_OK
 
 
 def print_version(_: argparse.Namespace) -> int:

@@ -4,16 +4,14 @@
 #include <stdint.h>
 
 #include "hash.h"
+#include "processor.h"
 
 #define LEVEL kernels_avx2
 #define FLOATS 8
 #define LEVEL_NAME "avx2"
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
 
-static int is_supported(void)
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
-}
+static int is_supported(void) { return has_avx2(); }
 
 /* Two fields, not an array: an array would live in memory. */
 typedef struct {
@@ -28,6 +26,8 @@ TARGET static inline __m256i load_half(const void *words, int half)
 }
 
 TARGET static inline Line load_line(const uint8_t *bytes) { return (Line){load_half(bytes, 0), load_half(bytes, 1)}; }
+
+#define PIN(line) __asm__ volatile("" : "+x"((line).low), "+x"((line).high) : : "memory")
 
 TARGET static inline void stream_line(uint8_t *into, Line line)
 {

@@ -11,6 +11,8 @@ typedef __m512i Line;
 
 TARGET static inline Line load_line(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
 
+#define PIN(line) __asm__ volatile("" : "+v"(line) : : "memory")
+
 TARGET static inline void stream_line(uint8_t *into, Line line) { _mm512_stream_si512((__m512i *)into, line); }
 
 TARGET static inline void stream_quarters(uint8_t *into, Line line)

@@ -1,5 +1,7 @@
 /* x86-64 with AVX-512 and what it does with bytes: servers from Ice Lake and Zen 4 on. */
 #ifdef __x86_64__
+#include "processor.h"
+
 #define LEVEL kernels_avx512_vbmi2
 #define LEVEL_NAME "avx512_vbmi2"
 #ifdef __clang__
@@ -10,13 +12,7 @@
 #define TARGET \
     __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,bmi,bmi2,popcnt" WIDE)))
 
-static int is_supported(void)
-{
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
-}
+static int is_supported(void) { return has_avx512_vbmi2(); }
 
 #define HAS_BYTES
 #include "avx512.h"

@@ -1,5 +1,6 @@
 /* Every kernel, once; a file for each instruction set includes it after defining LEVEL (the name of its table),
-   LEVEL_NAME, TARGET (a function attribute), is_supported(), Line (64 bytes in registers) with load_line(),
+   LEVEL_NAME, TARGET (a function attribute), is_supported(), Line (64 bytes in registers) with load_line(), PIN() (from
+   there on a line is what was loaded, and its source has changed, for all that the compiler knows),
    stream_line() to where a line begins, stream_quarters() to any quarter of one, and stream_end(), for the hash Lanes
    (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of
    them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), FLOATS, how many of
@@ -83,7 +84,7 @@ stream_blocks(uint64_t sums[][8], uint8_t *into, const uint8_t *source, size_t c
         for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, source += STRIPE_BYTES) {
             __builtin_prefetch(source + AHEAD_BYTES);
             Line line = load_line(source);
-            __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
+            PIN(line); /* What is hashed and written is made of this reading, never of a second one. */
             if (is_kept) {
                 if (is_aligned)
                     stream_line(into, line);

@@ -26,6 +26,8 @@ static inline Line load_line(const uint8_t *bytes)
     return line;
 }
 
+#define PIN(line) __asm__ volatile("" : "+m"(line) : : "memory")
+
 #ifdef __x86_64__
 #include <emmintrin.h>
 

@@ -11,7 +11,8 @@ GIB: Final = 1 << 30
 
 _BINARY: Final = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}
 _DECIMAL: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
-_FACTORS: Final = _BINARY | _DECIMAL
+FACTORS: Final = _BINARY | _DECIMAL
+"""What each suffix of a quantity stands for."""
 
 QUANTITY_PATTERN: Final = r"^[1-9][0-9]{0,18}(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
 """Positive whole quantities only: kvstrata never needs half a byte, and integers compare exactly."""
@@ -28,7 +29,7 @@ def parse_quantity(text: str | int) -> int:
     match = re.fullmatch(r"([0-9]+)([A-Za-z]*)", str(text))
     if not re.match(QUANTITY_PATTERN, str(text)) or match is None:
         raise InvalidInputError(f"quantity {text!r}: must be a positive whole number with Ki, Mi, Gi, Ti, Pi or Ei")
-    size_bytes = int(match[1]) * _FACTORS[match[2]]
+    size_bytes = int(match[1]) * FACTORS[match[2]]
     if size_bytes > QUANTITY_BYTES_MAX:
         raise InvalidInputError(f"quantity {text!r}: {size_bytes} is over the limit {QUANTITY_BYTES_MAX}")
     return size_bytes

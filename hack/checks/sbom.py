@@ -6,9 +6,12 @@ pinned by their go.sum files.
 
 import argparse
 import base64
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cyclonedx.factory.license import LicenseFactory
 from cyclonedx.model import HashAlgorithm, HashType
@@ -46,11 +49,20 @@ def page() -> str:
     return JsonV1Dot6(bom).output_as_string(indent=2) + "\n"
 
 
-def write(out: Path) -> list[Path]:
-    """Write all bills into the folder `out`; `subprocess.CalledProcessError` when the tool fails."""
+def parsed(bill: str) -> dict[str, Any]:
+    """Return a bill as what a statement about it holds."""
+    return dict(json.loads(bill))
+
+
+def write(out: Path, names: Iterable[str] = ()) -> list[Path]:
+    """Write the bills of these requirement files, or of all, into `out`, and the page's.
+
+    Raises `subprocess.CalledProcessError` when the tool fails.
+    """
     out.mkdir(parents=True, exist_ok=True)
     made = []
-    for requirements in sorted((ROOT / "requirements").glob("*.txt")):
+    wanted = [ROOT / "requirements" / f"{name}.txt" for name in names]
+    for requirements in wanted or sorted((ROOT / "requirements").glob("*.txt")):
         target = out / f"kvstrata-{requirements.stem}.cdx.json"
         subprocess.run(command(requirements, target), check=True, capture_output=True)
         made.append(target)

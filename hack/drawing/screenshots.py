@@ -1,4 +1,6 @@
-"""Lets the scripted hour happen and takes pictures of every dashboard, the map and the prefixes: `make screenshots`.
+"""Lets the scripted hour happen and takes pictures of every dashboard, the map, the prefixes and the command line.
+
+`make screenshots`.
 
 Fails when a page cannot be drawn, a panel shows an error or has no data, or a picture is too large for the tree. Needs
 `tests` on PYTHONPATH, where the hour is.
@@ -16,7 +18,7 @@ import numpy.typing as npt
 from hour.script import told
 
 from demo.world import NODES, POOL
-from drawing import browser, page, sample_run
+from drawing import browser, page, sample_run, terminal
 from drawing.dashboard_queries import read_all
 from drawing.prometheus_server import Server
 from kvstrata import PrefixCache
@@ -41,8 +43,8 @@ def pages(run: sample_run.Run) -> dict[str, str]:
     return {"map": "map", "prefixes": "prefixes"} | {name: path + times for name, path in boards.items()}
 
 
-def take(address: str, paths: dict[str, str], out: Path) -> list[str]:
-    """Take the pictures; what is wrong with them."""
+def take(address: str, paths: dict[str, str], terminals: dict[str, str], out: Path) -> list[str]:
+    """Take the pictures, of pages and of terminals as SVG; what is wrong with them."""
     wrong: list[str] = []
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.png"):
@@ -54,6 +56,8 @@ def take(address: str, paths: dict[str, str], out: Path) -> list[str]:
             empty = [panel.title for panel in panels if panel.state == "empty"]
             wrong += [f"{name}: {problem}" for problem in [*found, *(f"{title}: no data" for title in empty)]]
             browser.save(tab, out / f"{name}.png")
+        for name, svg in terminals.items():
+            terminal.save(tab, svg, out / f"{name}.png")
     return wrong + too_large(out)
 
 
@@ -130,7 +134,8 @@ def main() -> int:
         page.serving(hour.run.server.address, options_of(hour.run)) as address,
     ):
         go_on(hour.run)
-        wrong = take(address, pages(hour.run), given.out)
+        terminals = terminal.pictures(hour.run.world.cluster.kubectl_command, f"http://{hour.run.server.address}")
+        wrong = take(address, pages(hour.run), dict(terminals), given.out)
     for problem in wrong:
         print(f"wrong: {problem}", file=sys.stderr)
     return int(bool(wrong))

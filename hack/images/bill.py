@@ -13,26 +13,35 @@ from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
 import page_build
+from images.catalog import Machine
 from images.debian import Pin
 from images.wheels import Wheel
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def write(repository: str, tag: str, digest: str, pins: Iterable[Pin], found: Iterable[Wheel]) -> str:
-    """JSON of the bill; the same image gives the same bytes."""
-    image = _component(PackageURL("oci", None, repository.rpartition("/")[2], digest, {"tag": tag}), digest[7:])
+def write(name: str, digest: str, machine: Machine, pins: Iterable[Pin], found: Iterable[Wheel]) -> str:
+    """JSON of the bill of the image `name`, `REPOSITORY:TAG`; the same image gives the same bytes."""
+    repository, _, tag = name.partition(":")
+    where = {"tag": tag, "arch": machine.name}
+    image = _component(PackageURL("oci", None, repository.rpartition("/")[2], digest, where), digest[7:])
     image.type = ComponentType.CONTAINER
     wheels = tuple(found)
-    parts = [*map(_of_debian, pins), *map(_of_wheel, wheels), *(part for wheel in wheels for part in _packed(wheel))]
+    parts = [
+        *(_of_debian(pin, machine) for pin in pins),
+        *map(_of_wheel, wheels),
+        *(part for wheel in wheels for part in _packed(wheel)),
+    ]
     serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{repository}@{digest}")
     bom = Bom(components=parts, serial_number=serial, metadata=BomMetaData(component=image, timestamp=_EPOCH))
     bom.register_dependency(image, parts)
     return JsonV1Dot6(bom).output_as_string(indent=2) + "\n"
 
 
-def _of_debian(pin: Pin) -> Component:
-    upstream = {"arch": "amd64", "distro": "debian-12"} | ({"upstream": pin.source} if pin.source != pin.name else {})
+def _of_debian(pin: Pin, machine: Machine) -> Component:
+    upstream = {"arch": machine.name, "distro": "debian-12"} | (
+        {"upstream": pin.source} if pin.source != pin.name else {}
+    )
     return _component(PackageURL("deb", "debian", pin.name, pin.version, upstream), pin.sha256)
 
 

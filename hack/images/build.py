@@ -1,15 +1,15 @@
 """Builds images: observe the pins, make each layer once, write every image that is of these layers."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from images import bill, closure, contents, debian, oci, wheels
-from images.catalog import IMAGES, USER_ID, Image, tag_of
-from images.debian import Pin
+from images.catalog import AMD64, IMAGES, USER_ID, Image, Machine, tag_of
 from images.layers import Layer, pack
 from images.wheels import Wheel
 
@@ -38,39 +38,73 @@ class Built:
     bill: str
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One image for one kind of machine, before it is written anywhere."""
+
+    image: Image
+    tag: str
+    manifest: oci.Manifest
+    bill: str
+    """CycloneDX bill of materials, as JSON."""
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Of all files in it."""
+        return sum(layer.unpacked_bytes for layer in self.manifest.layers)
+
+
 class Builder:
     """Makes layers below a folder that the caller removes; a layer that two images have is made once."""
 
-    def __init__(self, work: Path, out: Path, say: Say, sources: Sequence[str] | None = None) -> None:
-        """Work in `work`, leave archives in `out`; `sources` are lines of apt for versions the mirror lacks."""
+    def __init__(
+        self,
+        work: Path,
+        out: Path,
+        say: Say,
+        sources: Sequence[str] | None = None,
+        products: Mapping[str, Wheel] | None = None,
+    ) -> None:
+        """Work in `work`, leave archives in `out`; `sources` are lines of apt for versions the mirror lacks.
+
+        `products` are our wheels by the name of the machine; without them this tree's is built, for this machine.
+        """
         self._work, self._out, self._say, self._sources = work, out, say, sources
-        self._pins = debian.read_pins()
-        self._layers: dict[str, Layer] = {}
-        self._wheels: dict[tuple[str, ...], list[Wheel]] = {}
+        self._layers: dict[tuple[Machine, str], Layer] = {}
+        self._wheels: dict[tuple[Machine, tuple[str, ...]], list[Wheel]] = {}
         (work / "wheel").mkdir(parents=True)
-        self._product = wheels.of_this_tree(work / "wheel")
+        self._products = products or {AMD64.name: wheels.of_this_tree(work / "wheel")}
 
     def build(self, image: Image, host: str) -> Built:
-        """Make one image; `ImageError` when it lacks a library, grew beyond its bound or could not be made."""
-        layers = [*self._debian_layers(image), *self._python_layers(image)]
-        closure.check(image.name, layers, image.absent_libraries)
-        tag = tag_of(image, self._product.version)
+        """Make one image for x86-64 and write it as an archive, with its bill of materials; `ImageError`."""
+        made = self.make(image)
         archive = self._out / f"{image.name}.tar"
-        digest = oci.write(archive, f"{host}/{image.repository}:{tag}", self._config(image, tag), layers)
+        oci.write(archive, f"{host}/{image.repository}:{made.tag}", made.manifest)
         listed = self._out / f"{image.name}.cdx.json"
-        listed.write_text(bill.write(image.repository, tag, digest, self._debs(image), self._all_wheels(image)))
+        listed.write_text(made.bill)
         return Built(
-            f"{image.repository}:{tag}",
+            f"{image.repository}:{made.tag}",
             image.repository,
-            tag,
-            digest,
+            made.tag,
+            made.manifest.digest,
             archive.name,
             archive.stat().st_size,
-            sum(layer.unpacked_bytes for layer in layers),
+            made.unpacked_bytes,
             image.bytes_max,
-            tuple(layer.digest for layer in layers),
+            tuple(layer.digest for layer in made.manifest.layers),
             listed.name,
         )
+
+    def make(self, image: Image, machine: Machine = AMD64) -> Made:
+        """Make the layers of one image for `machine`; `ImageError` when it lacks a library or could not be made."""
+        layers = [*self._debian_layers(image, machine), *self._python_layers(image, machine)]
+        closure.check(image.name, layers, image.absent_libraries)
+        tag = tag_of(image, self._products[machine.name].version)
+        manifest = oci.manifest(self._config(image, tag), layers, machine.name)
+        found = [*self._required(image, machine), self._products[machine.name]] if image.requirements else []
+        debs = [pin for group in image.packages for pin in debian.read_pins(machine)[group]]
+        listed = bill.write(f"{image.repository}:{tag}", manifest.digest, machine, debs, found)
+        return Made(image, tag, manifest, listed)
 
     def _config(self, image: Image, tag: str) -> oci.Json:
         labels = {
@@ -87,44 +121,47 @@ class Builder:
             "Labels": labels,
         }
 
-    def _debs(self, image: Image) -> list[Pin]:
-        return [pin for group in image.packages for pin in self._pins[group]]
+    def _debian_layers(self, image: Image, machine: Machine) -> list[Layer]:
+        return [self._debian_layer(group, machine) for group in image.packages]
 
-    def _debian_layers(self, image: Image) -> list[Layer]:
-        return [self._layer(group, partial(self._unpack, group)) for group in image.packages]
+    def _debian_layer(self, group: str, machine: Machine) -> Layer:
+        return self._layer(machine, group, partial(self._unpack, group, machine))
 
-    def _unpack(self, group: str, root: Path) -> None:
-        contents.debian(root, group, debian.fetch(self._pins[group], self._sources))
+    def _unpack(self, group: str, machine: Machine, root: Path) -> None:
+        contents.debian(root, group, debian.fetch(debian.read_pins(machine)[group], self._sources, machine))
         if group == "python":
-            contents.standard_library(root, [self._layers["system"].root, root])
+            # The interpreter for x86-64 compiles for all; its own standard library before that layer is finished.
+            python = [self._debian_layer("system", AMD64).root, root] if machine == AMD64 else self._interpreter()
+            contents.standard_library(root, python)
 
-    def _python_layers(self, image: Image) -> list[Layer]:
+    def _interpreter(self) -> list[Path]:
+        return [self._debian_layer(group, AMD64).root for group in ("system", "python")]
+
+    def _python_layers(self, image: Image, machine: Machine) -> list[Layer]:
         if not image.requirements:
             return []
-        python = [self._layers[group].root for group in ("system", "python")]
-        found = self._required(image)
+        python, found = self._interpreter(), self._required(image, machine)
         name = "wheels of " + ", ".join(image.requirements)
+        product = self._products[machine.name]
         return [
-            self._layer(name, lambda root: contents.wheels(root, found, python)),
-            self._layer("kvstrata", lambda root: contents.product(root, self._product, python)),
+            self._layer(machine, name, lambda root: contents.wheels(root, found, python)),
+            self._layer(machine, "kvstrata", lambda root: contents.product(root, product, python)),
         ]
 
-    def _required(self, image: Image) -> list[Wheel]:
-        if image.requirements not in self._wheels:
-            self._wheels[image.requirements] = wheels.of_requirements(image.requirements)
-        return self._wheels[image.requirements]
+    def _required(self, image: Image, machine: Machine) -> list[Wheel]:
+        key = (machine, image.requirements)
+        if key not in self._wheels:
+            self._wheels[key] = wheels.of_requirements(image.requirements, machine)
+        return self._wheels[key]
 
-    def _all_wheels(self, image: Image) -> list[Wheel]:
-        return [*self._required(image), self._product] if image.requirements else []
-
-    def _layer(self, name: str, fill: Callable[[Path], None]) -> Layer:
-        if name not in self._layers:
-            root = self._work / "roots" / str(len(self._layers))
-            root.mkdir(parents=True)
+    def _layer(self, machine: Machine, name: str, fill: Callable[[Path], None]) -> Layer:
+        key = (machine, name)
+        if key not in self._layers:
+            root = Path(tempfile.mkdtemp(prefix="root-", dir=self._work))
             fill(root)
-            self._layers[name] = pack(name, root, self._work / f"{len(self._layers)}.tar.zst")
-            self._say(f"layer {name}: {self._layers[name].unpacked_bytes / 1e6:.0f} MB")
-        return self._layers[name]
+            self._layers[key] = pack(name, root, root.with_suffix(".tar.zst"))
+            self._say(f"layer {name} for {machine.name}: {self._layers[key].unpacked_bytes / 1e6:.0f} MB")
+        return self._layers[key]
 
 
 def build(names: Iterable[str], builder: Builder, out: Path, host: str = HOST) -> dict[str, Built]:

@@ -5,6 +5,24 @@ from typing import Final
 
 USER_ID: Final = 65532
 """User and group of every process; the chart's `podSecurityContext` names the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A kind of processor that images are made for, by the names that others have for it."""
+
+    name: str
+    """Of OCI and Debian."""
+    wheel: str
+    """Of wheels, and of `uname -m`."""
+    libraries: str
+    """Folder of its libraries in an image."""
+    loader: str
+
+
+AMD64: Final = Machine("amd64", "x86_64", "usr/lib/x86_64-linux-gnu", "ld-linux-x86-64.so.2")
+ARM64: Final = Machine("arm64", "aarch64", "usr/lib/aarch64-linux-gnu", "ld-linux-aarch64.so.1")
+MACHINES: Final = {machine.name: machine for machine in (AMD64, ARM64)}
 PYTHON: Final = "python3.11"
 SITE: Final = f"usr/local/lib/{PYTHON}/dist-packages"
 """Where Debian's Python looks for what is no Debian package."""
@@ -25,6 +43,9 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "shell": (
         "coreutils", "dash", "diffutils", "grep", "libacl1", "libattr1", "libgmp10", "libpcre2-8-0", "libselinux1",
     ),
+    # What kernels of wheels are compiled with, and what runs them for another machine; no image has these.
+    "headers": ("libpython3.11-dev",),
+    "emulator": ("qemu-user-static",),
 }  # fmt: skip
 """Debian packages of each group; a group is one layer. Nobody installs them, so what maintainers' scripts need (dpkg,
 debconf, perl) is not there; that every library is there is checked in every build."""

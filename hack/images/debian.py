@@ -1,7 +1,7 @@
 """Pinned Debian packages: the file that pins them, and fetching what it names.
 
-`debian.json` beside this module has version, size and SHA-256 of each package and no address. What was fetched is kept
-in the cache under its hash, so that a second build needs no network.
+`debian.json` beside this module has version, size and SHA-256 of each package for each machine, and no address. What
+was fetched is kept in the cache under its hash, so that a second build needs no network.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Final
 
 from controlplane.cache import default_root, sha256_of
 from debian_archive import Archive, ArchiveError, check_machine, mirror, source_line
-from images.catalog import PACKAGES, SUITES
+from images.catalog import AMD64, MACHINES, PACKAGES, SUITES, Machine
 from images.errors import ImageError
 
 PINS: Final = Path(__file__).with_name("debian.json")
@@ -33,9 +33,10 @@ class Pin:
     """Name of the source package: security advisories name that."""
 
 
-def read_pins(path: Path = PINS) -> dict[str, tuple[Pin, ...]]:
+def read_pins(machine: Machine = AMD64, path: Path = PINS) -> dict[str, tuple[Pin, ...]]:
     """Pins of each group; `ImageError` when they are not those of the catalogue."""
-    pins = {group: tuple(Pin(**pin) for pin in listed) for group, listed in json.loads(path.read_text()).items()}
+    listed = json.loads(path.read_text())[machine.name]
+    pins = {group: tuple(Pin(**pin) for pin in of_group) for group, of_group in listed.items()}
     for group, names in PACKAGES.items():
         if tuple(pin.name for pin in pins.get(group, ())) != names:
             raise ImageError(f"{path.name} does not pin what group {group} has; run `make image-pins`")
@@ -43,15 +44,19 @@ def read_pins(path: Path = PINS) -> dict[str, tuple[Pin, ...]]:
 
 
 def write_pins(sources: Sequence[str] | None = None, path: Path = PINS) -> None:
-    """Pin what the mirror offers now: of each package the newest version of the suites."""
+    """Pin what the mirror offers now: of each package the newest version of the suites, for each machine."""
+    pins = {name: _pin(machine, sources) for name, machine in MACHINES.items()}
+    path.write_text(json.dumps(pins, indent=1) + "\n")
+
+
+def _pin(machine: Machine, sources: Sequence[str] | None) -> dict[str, list[dict[str, object]]]:
     with tempfile.TemporaryDirectory() as folder:
-        archive = _archive(Path(folder), sources)
+        archive = _archive(Path(folder), sources, machine)
         names = sorted(name for group in PACKAGES.values() for name in group)
         newest = {pin.name: pin for pin in _offered(archive, names)}
     if missing := [name for name in names if name not in newest]:
-        raise ImageError(f"the mirror has no package {', '.join(missing)}")
-    pins = {group: [asdict(newest[name]) for name in names] for group, names in PACKAGES.items()}
-    path.write_text(json.dumps(pins, indent=1) + "\n")
+        raise ImageError(f"the mirror has no package {', '.join(missing)} for {machine.name}")
+    return {group: [asdict(newest[name]) for name in names] for group, names in PACKAGES.items()}
 
 
 def _offered(archive: Archive, names: Sequence[str]) -> Iterable[Pin]:
@@ -62,7 +67,7 @@ def _offered(archive: Archive, names: Sequence[str]) -> Iterable[Pin]:
         yield Pin(facts["Package"], facts["Version"], facts["SHA256"], int(facts["Size"]), source)
 
 
-def fetch(pins: Iterable[Pin], sources: Sequence[str] | None = None) -> dict[Pin, Path]:
+def fetch(pins: Iterable[Pin], sources: Sequence[str] | None = None, machine: Machine = AMD64) -> dict[Pin, Path]:
     """Files of pinned packages, downloaded where the cache has them not.
 
     Raises `ImageError` when the mirror has a version no more, or sends other bytes than were pinned.
@@ -73,7 +78,7 @@ def fetch(pins: Iterable[Pin], sources: Sequence[str] | None = None) -> dict[Pin
     missing = [pin for pin, path in files.items() if not path.exists() or sha256_of(path) != pin.sha256]
     if missing:
         with tempfile.TemporaryDirectory(dir=store) as folder:
-            _download(missing, files, _archive(Path(folder), sources))
+            _download(missing, files, _archive(Path(folder), sources, machine))
     return files
 
 
@@ -88,9 +93,10 @@ def _download(missing: Sequence[Pin], files: dict[Pin, Path], archive: Archive) 
         shutil.move(found[pin.sha256], files[pin])
 
 
-def _archive(folder: Path, sources: Sequence[str] | None) -> Archive:
+def _archive(folder: Path, sources: Sequence[str] | None, machine: Machine) -> Archive:
     try:
         check_machine()
-        return Archive(folder / "apt", sources or [source_line(mirror(suite), suite) for suite in SUITES])
+        lines = sources or [source_line(mirror(suite), suite) for suite in SUITES]
+        return Archive(folder / "apt", lines, machine.name)
     except ArchiveError as e:
         raise ImageError(str(e)) from e

@@ -1,6 +1,7 @@
-"""The image's own Python, run from where its packages were unpacked: no root, no chroot, on any x86-64 Linux.
+"""The images' own Python, run from where its packages were unpacked: no root, no chroot, on any x86-64 Linux.
 
-It compiles the bytecode, so that what an image holds does not depend on the Python of this machine.
+It compiles the bytecode, so that what an image holds does not depend on the Python of this machine. Bytecode is the
+same on every kind of machine, so the one for x86-64 compiles for all.
 """
 
 import subprocess
@@ -8,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from images.catalog import PYTHON
+from images.catalog import AMD64, PYTHON
 from images.errors import ImageError
 
-_LIBRARIES: Final = "usr/lib/x86_64-linux-gnu"
 _NOT_COMPILED: Final = "/dist-packages/kubernetes/(aio/)?client/(models|api)/(?!__init__)"
 """1,800 modules, 100 MB of bytecode: models and calls of single kinds, which the library loads on demand and kvstrata
 never asks for. Without bytecode of the rest each process would start 0.3 s later."""
@@ -40,8 +40,8 @@ def compile_bytecode(python: Sequence[Path], root: Path, folders: Sequence[str])
 
 def _run(layers: Sequence[Path], *arguments: str) -> "subprocess.CompletedProcess[str]":
     home = next(layer / "usr" for layer in layers if (layer / "usr" / "bin" / PYTHON).exists())
-    loader = next(path for layer in layers if (path := layer / _LIBRARIES / "ld-linux-x86-64.so.2").exists())
-    libraries = ":".join(str(layer / _LIBRARIES) for layer in layers)
+    loader = next(path for layer in layers if (path := layer / AMD64.libraries / AMD64.loader).exists())
+    libraries = ":".join(str(layer / AMD64.libraries) for layer in layers)
     command = [str(loader), "--library-path", libraries, str(home / "bin" / PYTHON), *arguments]
     environment = {"PYTHONHOME": str(home), "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"}
     return subprocess.run(

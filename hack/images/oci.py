@@ -1,9 +1,10 @@
-"""An OCI image as one tar in the OCI image layout, as `ctr images import`, `skopeo` and `crane` take it."""
+"""OCI images: manifests, and one as a tar of the OCI image layout, which `ctr images import` and `skopeo` take."""
 
 import hashlib
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -12,43 +13,59 @@ from images.layers import MEDIA_TYPE, Layer
 
 CREATED: Final = "1970-01-01T00:00:00Z"
 """When every image was made: a time of day would be the only thing that differs between two builds."""
-_INDEX: Final = "application/vnd.oci.image.index.v1+json"
-_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
-_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
+INDEX: Final = "application/vnd.oci.image.index.v1+json"
+MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
+CONFIG: Final = "application/vnd.oci.image.config.v1+json"
+LAYOUT: Final = b'{"imageLayoutVersion":"1.0.0"}'
 Json = dict[str, Any]
 
 
-def write(archive: Path, reference: str, config: Json, layers: Sequence[Layer]) -> str:
-    """Write an image to `archive`; returns the digest of its manifest.
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One image for one kind of machine, and what it is made of."""
 
-    `reference` is its full name with host and tag; `config` what a container of it starts with.
-    """
+    entry: Json
+    """Media type, digest, size and platform: what an index says of it."""
+    blobs: Mapping[str, bytes]
+    """Manifest and configuration, by the hexadecimal digits of their SHA-256."""
+    layers: tuple[Layer, ...]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the manifest."""
+        return str(self.entry["digest"])
+
+
+def manifest(config: Json, layers: Sequence[Layer], architecture: str) -> Manifest:
+    """Describe an image; `config` is what a container of it starts with."""
     blobs: dict[str, bytes] = {}
-    described = _blob(blobs, _json(_configuration(config, layers)), _CONFIG)
+    described = blob(blobs, text(_configuration(config, layers, architecture)), CONFIG)
     parts = [{"mediaType": MEDIA_TYPE, "digest": layer.digest, "size": layer.size_bytes} for layer in layers]
     labels = config["Labels"]
-    manifest = {
-        "schemaVersion": 2, "mediaType": _MANIFEST, "config": described, "layers": parts, "annotations": labels
-    }  # fmt: skip
-    entry = _blob(blobs, _json(manifest), _MANIFEST)
+    said = {"schemaVersion": 2, "mediaType": MANIFEST, "config": described, "layers": parts, "annotations": labels}
+    entry = blob(blobs, text(said), MANIFEST)
+    return Manifest(entry | {"platform": {"architecture": architecture, "os": "linux"}}, blobs, tuple(layers))
+
+
+def write(archive: Path, reference: str, image: Manifest) -> None:
+    """Write an image to `archive`; `reference` is its full name with host and tag."""
     # containerd takes the whole name from its own annotation, other tools the tag from the standard one.
     names = {
         "io.containerd.image.name": reference,
         "org.opencontainers.image.ref.name": reference.rpartition(":")[2],
     }
-    platform = {"architecture": "amd64", "os": "linux"}
-    index = {
-        "schemaVersion": 2,
-        "mediaType": _INDEX,
-        "manifests": [entry | {"platform": platform, "annotations": names}],
-    }
-    _write_tar(archive, {"index.json": _json(index), "oci-layout": b'{"imageLayoutVersion":"1.0.0"}'}, blobs, layers)
-    return str(entry["digest"])
+    top = {"index.json": text(index([image.entry | {"annotations": names}])), "oci-layout": LAYOUT}
+    _write_tar(archive, top, image.blobs, image.layers)
 
 
-def _configuration(config: Json, layers: Sequence[Layer]) -> Json:
+def index(entries: Sequence[Json]) -> Json:
+    """Return the index of these."""
+    return {"schemaVersion": 2, "mediaType": INDEX, "manifests": list(entries)}
+
+
+def _configuration(config: Json, layers: Sequence[Layer], architecture: str) -> Json:
     return {
-        "architecture": "amd64",
+        "architecture": architecture,
         "os": "linux",
         "created": CREATED,
         "config": config,
@@ -57,13 +74,15 @@ def _configuration(config: Json, layers: Sequence[Layer]) -> Json:
     }
 
 
-def _blob(blobs: dict[str, bytes], content: bytes, media_type: str) -> Json:
+def blob(blobs: dict[str, bytes], content: bytes, media_type: str) -> Json:
+    """Put `content` into `blobs` by its digest; returns its descriptor."""
     digest = hashlib.sha256(content).hexdigest()
     blobs[digest] = content
     return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(content)}
 
 
-def _json(value: Json) -> bytes:
+def text(value: Json) -> bytes:
+    """Return the JSON of `value`, the same bytes for the same value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 

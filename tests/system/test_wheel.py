@@ -71,6 +71,14 @@ def test_the_client_installs_alone_and_names_what_a_process_needs(wheel: Path, t
     assert "pip install 'kvstrata[ui]'" in run(bin_ / "kvstrata", "ui", "--help").stderr
 
 
+def test_the_command_line_has_what_it_draws_with_and_no_process_s_packages(wheel: Path, tmp_path: Path) -> None:
+    bin_ = environment(wheel, "cli", tmp_path / "cli")
+
+    succeed(bin_ / "python", "-c", "import aiohttp, rich, textual")
+    assert "--listen" in succeed(bin_ / "kvstrata", "ui", "--help")
+    assert run(bin_ / "kvstrata-operator", "--help").returncode == 1
+
+
 @pytest.mark.parametrize("process", ["agent", "metadata", "operator"])
 def test_each_process_starts_from_its_own_requirements_without_torch(wheel: Path, tmp_path: Path, process: str) -> None:
     bin_ = environment(wheel, process, tmp_path / process)

@@ -13,8 +13,8 @@ from kvstrata_client.commands.output import table
 
 _PACKED: Final = Path(__file__).resolve().parents[1] / "pages"
 _TREE: Final = Path(__file__).resolve().parents[3]
-_LEFT_OUT: Final = ("build", "dist", ".venv")
-"""Folders of a tree whose pages are others'."""
+_LEFT_OUT: Final = ("build", "dist")
+"""Folders of a tree whose pages are others', as are those in hidden ones."""
 
 
 def options(found: argparse.ArgumentParser) -> None:
@@ -50,7 +50,8 @@ def _pages() -> Iterator[tuple[str, Path]]:
     """Every page, by its path in the tree."""
     root = _PACKED if _PACKED.exists() else _TREE
     for path in sorted(root.rglob("*.md")):
-        if not set(path.relative_to(root).parts) & set(_LEFT_OUT):
+        parts = path.relative_to(root).parts
+        if not any(part in _LEFT_OUT or part.startswith(".") for part in parts):
             yield path.relative_to(root).as_posix(), path
 
 

@@ -38,11 +38,16 @@ def options(found: argparse.ArgumentParser) -> None:
 
 def _fleet(given: argparse.Namespace) -> int:
     """Print the summary and every agent that was asked for."""
-    summary = _get(given.address, "/v1/fleet", {})
-    agents = list(_agents(given.address, given.pool, given.state))
-    lines = chain(_summary_lines(summary), ("",), _agent_lines(agents))
-    output.show(given.output, {**summary, "agents": agents}, lines, (a["agent"] or a["incarnation"] for a in agents))
+    found = read(given.address, given.pool, given.state)
+    agents = found["agents"]
+    lines = chain(_summary_lines(found), ("",), _agent_lines(agents))
+    output.show(given.output, found, lines, (a["agent"] or a["incarnation"] for a in agents))
     return 0
+
+
+def read(address: str, pool: str | None = None, state: str | None = None) -> Json:
+    """All of it, with agents of one pool or state. Raises `DirectoryAwayError` when nobody answers."""
+    return {**_get(address, "/v1/fleet", {}), "agents": list(_agents(address, pool, state))}
 
 
 def _agents(address: str, pool: str | None, state: str | None) -> Iterator[Json]:

@@ -40,14 +40,19 @@ class Kubectl:
     def json(self, *words: str) -> Json:
         """Run kubectl and read the JSON that it prints. Raises `ApiServerAwayError` when there is none."""
         try:
-            done = self._run(words)
-            done.check_returncode()
-            found: Json = json.loads(done.stdout)
-        except subprocess.CalledProcessError as e:
-            raise ApiServerAwayError(f"kubectl: {_said(e.stderr)[:500]}") from e
+            found: Json = json.loads(self.text(*words))
         except ValueError as e:
             raise ApiServerAwayError(f"kubectl: {e}") from e
         return found
+
+    def text(self, *words: str) -> str:
+        """Run kubectl and return what it prints. Raises `ApiServerAwayError` when it fails."""
+        try:
+            done = self._run(words)
+            done.check_returncode()
+        except subprocess.CalledProcessError as e:
+            raise ApiServerAwayError(f"kubectl: {_said(e.stderr)[:500]}") from e
+        return done.stdout
 
     def may(self, verb: str, resource: str, namespace: str) -> bool:
         """Whether the user may do it there, by the API server's own word."""

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import chart_readme
+import reference
 from kvstrata_api import names
 from kvstrata_metadata.server import embedded
 from kvstrata_telemetry import generated
@@ -61,6 +62,7 @@ def test_the_chart_holds_every_dashboard_and_the_alerts_as_they_are() -> None:
 
 def test_generated_files_are_up_to_date() -> None:
     assert generated.drift(generated.metric_files()) == ()
+    assert generated.drift(reference.files()) == ()
 
 
 def described(schema: dict[str, Any], values: dict[str, Any], root: dict[str, Any]) -> bool:

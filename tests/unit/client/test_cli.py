@@ -146,3 +146,62 @@ def test_an_absent_metadata_service_is_said_with_its_address(capsys: pytest.Capt
 
     assert code == 1
     assert "http://127.0.0.1:1/v1/fleet" in err
+
+
+def test_a_shell_completes_commands_and_their_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, script, _ = run(capsys, "completion", "bash")
+    (tmp_path / "complete.bash").write_text(script)
+
+    def completed(*words: str) -> list[str]:
+        ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_kvstrata; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(
+            ["bash", "-c", f"source {tmp_path}/complete.bash; {ask}"], capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    assert {"status", "stats"} <= set(completed("kvstrata", "st"))
+    assert completed("kvstrata", "status", "--out") == ["--output"]
+
+
+def test_without_its_package_completion_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+
+    assert run(capsys, "completion", "zsh")[::2] == (
+        1,
+        "kvstrata: it needs the package shtab: pip install 'kvstrata[cli]'\n",
+    )
+
+
+def test_as_a_plugin_of_kubectl_it_has_kubectl_s_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/kubectl-kvstrata"])
+
+    assert run(capsys, "status", "--help")[1].startswith("usage: kubectl kvstrata status ")
+
+
+def test_top_without_its_package_says_what_to_install_and_what_does_without(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "kubectl").write_text("#!/bin/sh\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("textual", "kvstrata_client.commands.screen"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, _, err = run(capsys, "top")
+
+    assert code == 1
+    assert "pip install 'kvstrata[cli]'; `kvstrata status` prints the same once" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--interval-s", "0.1"), ("--interval-s", "4000"), ("--prometheus", "127.0.0.1:9090")]
+)
+def test_top_names_what_is_wrong(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    code, _, err = run(capsys, "top", option, value)
+
+    assert code == 1
+    assert err.startswith(f"kvstrata: {option} ")
+    assert "wanted" in err

@@ -9,9 +9,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import docs_build
+import reference
 from kvstrata_api.names import API_VERSION
 from kvstrata_api.validate import validate
-from kvstrata_client.cli import main
+from kvstrata_client.cli import COMMANDS, main
 
 pytestmark = pytest.mark.unit
 
@@ -105,3 +107,37 @@ def test_twenty_five_questions_have_a_short_answer_with_a_page_and_who_asked() -
         assert re.search(r"\]\((?!https?:)[^)]+\)", answer), number
         assert re.search(r" \[[^\]]+\]$", answer), number
         assert len(re.sub(r"\([^)]*\)", "", answer)) < 420, number
+
+
+def said(text: str) -> list[tuple[str, list[str]]]:
+    """Commands of ours in code, each with the options that it is given there."""
+    code = [*re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL), *re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)]
+    lines = [line.partition(" # ")[0] for part in code for line in part.replace("\\\n", " ").splitlines()]
+    found = [re.match(r"(?:\.venv/bin/)?kvstrata (\S+)(.*)", line.strip()) for line in lines]
+    return [
+        (match[1], re.findall(r"(?<=\s)--?[a-z][a-z-]*", match[2].partition(" -- ")[0])) for match in found if match
+    ]
+
+
+PAGES = [page for page in docs_build.packed() if not page.as_posix().startswith(("docs/reference/", "bench/"))]
+"""Not what is made from the commands themselves, and not tables whose columns are called like commands."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_and_options_that_a_page_names_exist(page: Path) -> None:
+    parsers = {
+        **{name: reference.command_parser(name) for name in COMMANDS},
+        **{name.removeprefix("kvstrata "): parser for name, parser in reference.process_parsers().items()},
+    }
+    for command, options in said((ROOT / page).read_text()):
+        assert command in parsers or command in {"version", "--version", "--help", "COMMAND"}, command
+        known = set(parsers[command]._option_string_actions) if command in parsers else set()
+        assert set(options) <= known, (command, set(options) - known)
+
+
+def test_an_option_that_does_not_exist_would_be_seen() -> None:
+    """Positive control."""
+    block = "kvstrata docs \\\n  --serch x   # a comment --not\nkvstrata up -- --x"
+    page = f"`kvstrata why-miss TOKENS --jsom`\n\n```sh\n{block}\n```\n"
+
+    assert sorted(said(page)) == [("docs", ["--serch"]), ("up", []), ("why-miss", ["--jsom"])]

@@ -55,22 +55,35 @@ def test_a_package_reaches_nothing_outside_of_the_image(name: str) -> None:
         paths.of_wheel(name)
 
 
-def test_every_group_is_pinned_and_no_package_is_in_two() -> None:
-    pins = debian.read_pins()
+@pytest.mark.parametrize("machine", catalog.MACHINES.values(), ids=str)
+def test_every_group_is_pinned_and_no_package_is_in_two(machine: catalog.Machine) -> None:
+    pins = debian.read_pins(machine)
     names = [pin.name for group in pins.values() for pin in group]
 
     assert len(names) == len(set(names))
     assert all(len(pin.sha256) == 64 and pin.size_bytes > 0 for group in pins.values() for pin in group)
-    assert {group for image in catalog.IMAGES.values() for group in image.packages} == set(pins)
+    in_images = {group for image in catalog.IMAGES.values() for group in image.packages}
+    assert in_images | {"headers", "emulator"} == set(pins)
+
+
+def test_every_machine_has_the_same_python_whose_bytecode_it_gets() -> None:
+    versions = {
+        (pin.name, pin.version)
+        for machine in catalog.MACHINES.values()
+        for pin in debian.read_pins(machine)["python"]
+        if pin.name.endswith(("-minimal", "-stdlib"))
+    }
+
+    assert len(versions) == 3
 
 
 def test_pins_that_are_not_those_of_the_catalogue_are_refused(tmp_path: Path) -> None:
     pins = json.loads(debian.PINS.read_text())
-    pins["shell"].pop()
+    pins["amd64"]["shell"].pop()
     (tmp_path / "debian.json").write_text(json.dumps(pins))
 
     with pytest.raises(ImageError, match="does not pin what group shell has"):
-        debian.read_pins(tmp_path / "debian.json")
+        debian.read_pins(path=tmp_path / "debian.json")
 
 
 def test_an_elf_file_tells_what_it_needs_and_text_needs_nothing() -> None:

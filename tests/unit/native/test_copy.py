@@ -1,5 +1,6 @@
 """Copies are exact at every level, whatever the sizes and alignments; and a level is chosen as asked."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,32 @@ NOISE = np.random.default_rng(1).integers(0, 256, 1 << 19, np.uint8)
 EDGE_BYTES = 64 << 10
 """Where copies begin to go past the caches."""
 sizes = st.one_of(st.integers(0, 300), st.integers(EDGE_BYTES - 70, EDGE_BYTES + 200), st.integers(0, 300_000))
+
+
+FLAGS = {
+    "avx2": {"avx2", "bmi1", "popcnt"},
+    "avx512": {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi1", "popcnt"},
+    "avx512_vbmi2": {
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512vbmi",
+        "avx512_vbmi2",
+        "avx512_vnni",
+        "bmi2",
+    },
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="levels of x86-64")
+def test_levels_are_those_that_the_operating_system_says_this_processor_has() -> None:
+    native = compiled()
+    said = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    flags = set(said.partition(":")[2].split())
+
+    assert native is not None
+    assert set(native.levels()) - {"scalar"} == {level for level, wanted in FLAGS.items() if wanted <= flags}
 
 
 @given(level=st.sampled_from(LEVELS), size=sizes, at=st.integers(0, 130), to=st.integers(0, 130))

@@ -97,6 +97,13 @@ def test_every_level_packs_and_unpacks_as_numpy_does(level: str, case: Case) -> 
         assert np.array_equal(unpacked(kernels, case, *oracle), unpacked(python, case, *oracle))
 
 
+@given(level=levels)
+def test_no_rows_may_lie_at_any_address(level: str) -> None:
+    odd = memoryview(bytearray(2))[1:1]
+    with kernels_of(level) as kernels:
+        assert kernels.pack(odd, odd, odd, Packing(Kind.INT8, 2, 2, is_by_column=False))
+
+
 @given(level=levels, case=cases(), seed=st.integers(0, 1 << 30))
 def test_every_level_unpacks_any_bytes_as_numpy_does(level: str, case: Case, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -1,0 +1,1 @@
+"""Makes everything of a release, below one folder: `python -m release --help`. Nothing is published from here."""
