@@ -130,7 +130,7 @@ def test_commands_and_options_that_a_page_names_exist(page: Path) -> None:
         **{name.removeprefix("kvstrata "): parser for name, parser in reference.process_parsers().items()},
     }
     for command, options in said((ROOT / page).read_text()):
-        assert command in parsers or command in {"version", "--version", "--help", "COMMAND"}, command
+        assert command in parsers or command in {"version", "completion", "--version", "--help", "COMMAND"}, command
         known = set(parsers[command]._option_string_actions) if command in parsers else set()
         assert set(options) <= known, (command, set(options) - known)
 
