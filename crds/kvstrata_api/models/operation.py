@@ -47,7 +47,7 @@ class FlushOperation(ApiModel):
 
 
 class EraseOperation(ApiModel):
-    """Erase all blocks of a tenant, as `eraseRequested` of the KVTenant does: keys are shredded, agents confirm."""
+    """Erase all blocks of a tenant: keys are shredded, agents confirm."""
 
     tenant: Name = Field(description="KVTenant. What its engines store from then on has another key.")
 
