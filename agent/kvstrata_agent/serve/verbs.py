@@ -217,7 +217,8 @@ class Verbs:
         states, places = answer.states, answer.places
         miss = states.find(Lookup.MISS) if request.is_use and at.readable(request.scope) is not None else -1
         if miss >= 0:
-            self._node.prefill_rates.missed(unpack_digests(request.digests)[miss], self._node.clock())
+            missing = request.digests[miss * KEY_BYTES : (miss + 1) * KEY_BYTES]
+            self._node.prefill_rates.missed(missing, self._node.clock())
         self._observer.on_lookup(at, request, entries, states)
         return wire.Found(request.id, self.grants_version, states, len(places), places, answer.tier_names)
 

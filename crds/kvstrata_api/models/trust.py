@@ -84,8 +84,8 @@ class KVTenantSpec(ApiModel):
     erase_requested: str | None = Field(
         None,
         max_length=64,
-        description="Written by KVOperations of type Erase, which are the way to erase a tenant; by hand only in files of "
-        "kvstrata up, where any new value erases all its blocks. status.lastErase has the last value that is done.",
+        description="Written by KVOperations of type Erase, which are the way to erase a tenant; by hand only in files "
+        "of kvstrata up, where any new value erases all its blocks. status.lastErase has the last value that is done.",
     )
 
 
