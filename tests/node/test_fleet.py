@@ -1,7 +1,6 @@
 """A pool's life on real nodes, in order: it serves, is rolled under load, loses a node, and is taken away."""
 
 import json
-import os
 import re
 from collections import Counter
 from contextlib import suppress
@@ -235,11 +234,11 @@ def free_huge_pages() -> int:
 
 def huge_pages_of_others() -> int:
     """Huge pages that processes outside the nodes hold: other work on the machine takes what is free."""
-    ours = os.readlink("/proc/self/ns/pid")
+    ours = Path("/proc/self/ns/pid").readlink()
     held_kib = 0
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # It may have ended.
-            if os.readlink(process / "ns/pid") == ours:
+            if (process / "ns/pid").readlink() == ours:
                 lines = re.findall(r"_Hugetlb:\s+(\d+) kB", (process / "smaps_rollup").read_text())
                 held_kib += sum(map(int, lines))
     return held_kib * 1024 // PAGE_BYTES
