@@ -99,7 +99,7 @@ def parser(chosen: str = "", *, is_whole: bool = False) -> argparse.ArgumentPars
     completion = commands.add_parser("completion", help="print what a shell completes this command by")
     completion.description = "Prints a script for a shell, which completes commands and options."
     completion.epilog = 'example: eval "$(kvstrata completion bash)"'
-    completion.add_argument("shell", choices=SHELLS)
+    completion.add_argument("shell", choices=SHELLS, help="that reads the script")
     completion.set_defaults(run=print_completion)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)

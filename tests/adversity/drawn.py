@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from adversity.calls import Json
+from kvstrata_api.models.pool import with_name
 from kvstrata_api.rules.operation import BLOCK_OF_TYPE
 from kvstrata_api.rules.pool import SCALABLE_TYPES
 from kvstrata_api.schema import object_schema
@@ -245,7 +246,7 @@ def settled(spec: Json, status: Json) -> Json:
     scales = scales_of(status)
     tiers = [
         {**t, "capacityPerNode": scales[t["name"]]} if "autoscale" in t and t["name"] in scales else t
-        for t in spec.get("tiers", ())
+        for t in map(with_name, spec.get("tiers", ()))
     ]
     return {**spec, "tiers": tiers} if tiers else spec
 

@@ -104,9 +104,11 @@ def target_options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--pool", default=os.environ.get("KVSTRATA_POOL"), help="pool that the agent serves")
     found.add_argument("--layout", type=Path, help="JSON file with the fields of kvstrata_api.blocks.Layout")
     found.add_argument("--model", help="instead of --layout, for commands that name no block: as in the pool")
-    found.add_argument("--revision")
-    found.add_argument("--dtype", default="bf16")
-    found.add_argument("--block-tokens", type=int, default=16)
+    found.add_argument("--revision", help="of the weights, with --model: as in the pool")
+    found.add_argument("--dtype", default="bf16", help="of the KV, with --model: as in the pool; default: %(default)s")
+    found.add_argument(
+        "--block-tokens", type=int, default=16, help="of a block, with --model: as in the pool; default: %(default)s"
+    )
     found.set_defaults(missing=missing)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.pool import ANY, with_name
 from kvstrata_api.reasons import Weight
 from kvstrata_api.units import format_rounded, parse_quantity, percent
 from kvstrata_client.commands import doctor, kubectl, output
@@ -112,7 +113,7 @@ def _pool(pool: Json, nodes: Iterable[Json]) -> Json:
     same = spec.get("compatibility") or {}
     return {
         "name": name,
-        "model": same.get("model", ""),
+        "model": same.get("model") or ANY,
         "ready": ready.get("status") == "True",
         "reason": ready.get("reason", ""),
         "message": ready.get("message", ""),
@@ -128,7 +129,7 @@ def _pool(pool: Json, nodes: Iterable[Json]) -> Json:
                 "capacityBytes": sum(one["capacityBytes"] for one in held if one["name"] == tier["name"]),
                 "usedBytes": sum(one["usedBytes"] for one in held if one["name"] == tier["name"]),
             }
-            for tier in spec.get("tiers") or ()
+            for tier in map(with_name, spec.get("tiers") or ())
         ],
     }
 

@@ -1,5 +1,6 @@
 """Laws of the `kvstrata` command that need no agent."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,18 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     assert code == 0
     assert f"kvstrata {command}" in out
     assert command in parser().format_help()
+
+
+def test_every_argument_says_what_it_is_for() -> None:
+    (commands,) = (a for a in parser(is_whole=True)._actions if isinstance(a, argparse._SubParsersAction))
+    silent = [
+        (name, action.dest)
+        for name, command in commands.choices.items()
+        for action in command._actions
+        if not action.help
+    ]
+
+    assert silent == []
 
 
 @pytest.mark.parametrize("arguments", [("version",), ("--version",), ("--help",)])

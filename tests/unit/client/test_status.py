@@ -165,3 +165,11 @@ def test_a_tenant_that_is_not_ready_says_why(shown: Any) -> None:
     code, out = shown("tenants", "beta")
     assert (code, "NotAccepted: it claims what alpha claims" in out.splitlines()) == (1, True)
     assert status.overview(Seen(NOW, shown.objects, shown.parts, "x"))["tenants"][1]["reason"] == "NotAccepted"
+
+
+def test_a_pool_that_says_the_least_is_shown_with_what_that_means(shown: Any) -> None:
+    shown.objects[0]["spec"] = {"tiers": [{"type": "HostDRAM", "capacityPerNode": "2Gi"}]}
+
+    (pool,) = json.loads(shown("status", "-o", "json")[1])["pools"]
+    assert (pool["model"], [tier["name"] for tier in pool["tiers"]]) == ("*", ["dram"])
+    assert pool["tiers"][0]["usedBytes"] == 3 * GIB // 2
