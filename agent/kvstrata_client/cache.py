@@ -184,7 +184,7 @@ class PrefixCache:
 
         Blocks of a domain or a share are its other readers' as well and stay. What somebody leases, pins, moves or
         decodes from stays, and so does what a block continues that stays. It makes room and keeps no secret: other
-        nodes keep their copies, and erasing is the KVTenant's `eraseRequested`. Nothing with an agent that is away or
+        nodes keep their copies, and erasing is a KVOperation of type `Erase`. Nothing with an agent that is away or
         knows no drops.
         """
         job = _job(self._client, self._variant, tokens, "", DEADLINE_S)

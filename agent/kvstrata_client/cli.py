@@ -14,10 +14,12 @@ from typing import Final
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_client.commands import of_agent
+from kvstrata_client.commands.output import Parser, UsageError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 """The command was understood and the answer is no, or the agent could not give one."""
+EXIT_USAGE: Final = 2
 
 PLUGIN: Final = "kubectl-kvstrata"
 """The same program, where kubectl finds it: `kubectl kvstrata status`."""
@@ -40,7 +42,7 @@ COMMANDS: Final = {
     ),
     "why-miss": ("agent.why_miss_options", "why a prompt is not cached, or not all of it, in every scope"),
     "fleet": ("fleet.options", "pools, agents, Redis and leader, as the metadata service sees them"),
-    "validate": ("manifests.validate_options", "check manifests as the API server would, without one"),
+    "validate": ("validate.options", "check manifests as the API server would, without one"),
     "who-can-read": (
         "manifests.who_can_read_options",
         "who may read a prefix, or the blocks of a tenant, domain or share, and why others may not",
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run: Callable[[argparse.Namespace], int] = given.run
     try:
         sys.exit(run(given))
+    except UsageError as e:
+        sys.stderr.write(f"kvstrata {given.command}: {e}\n")
+        sys.exit(EXIT_USAGE)
     except KvStrataError as e:
         sys.stderr.write(f"kvstrata: {e}\n")
         sys.exit(EXIT_FAILED)
@@ -84,7 +89,7 @@ def parser(chosen: str = "", *, is_whole: bool = False) -> argparse.ArgumentPars
     is_plugin = Path(sys.argv[0]).name == PLUGIN
     top = argparse.ArgumentParser(prog=PLUGIN.replace("-", " ") if is_plugin else "kvstrata", description=__doc__)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command", parser_class=Parser)
     for name, (place, said) in COMMANDS.items():
         found = commands.add_parser(name, help=said, description=f"{said[0].upper()}{said[1:]}.")
         if is_whole or name == chosen:

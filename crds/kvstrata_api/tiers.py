@@ -31,6 +31,13 @@ class TierType(StrEnum):
         return self in (TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT)
 
 
+MEDIA: Final = (
+    "HBM: memory of the node's GPUs. HostDRAM: memory of the host. CXL: memory behind a CXL link. NVMe: files on local "
+    "flash. RemoteFlash: files on a mount that nodes share. Object: an object store."
+)
+"""What each type is, for `kubectl explain`."""
+
+
 class CxlMode(StrEnum):
     """How CXL memory is reached."""
 

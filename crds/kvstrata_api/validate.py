@@ -1,6 +1,6 @@
 """Our own validation of manifests: the same checks as the API server's, in the same words, without one. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Final, TypeVar
 
@@ -33,6 +33,26 @@ def validate(obj: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> li
         return [problem("apiVersion", f"supported values: {names.API_VERSION}", obj.get("apiVersion"))]
     found = sorted({*_structure(kind, obj)})
     return found or sorted({*_broken_rules(kind, obj, old)})
+
+
+def every_problem(obj: Mapping[str, Any]) -> list[Problem]:
+    """Everything that is wrong with a manifest at once: `validate`, and the rules over what has the right shape.
+
+    The API server would tell of those once the shape is right; its verdict is the same.
+    """
+    found = validate(obj)
+    kind = BY_NAME.get(str(obj.get("kind")))
+    if kind is None or not found:
+        return found
+    bent = [p.field for p in found if not p.message.startswith("unknown field")]
+    more = (p for p in _broken_rules(kind, obj, None, skip=lambda where: any(_overlap(where, at) for at in bent)))
+    return sorted({*found, *more})
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one path lies in the other, or is the other."""
+    short, long = sorted((one, other), key=len)
+    return not short or long == short or long.startswith((f"{short}.", f"{short}["))
 
 
 def parse(kind: str, obj: Mapping[str, Any]) -> ApiModel:
@@ -76,11 +96,18 @@ def _schema(kind: str) -> Schema:
     return object_schema(BY_NAME[kind])
 
 
-def _broken_rules(kind: Kind, obj: Mapping[str, Any], old: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Rules that do not hold."""
+def _broken_rules(
+    kind: Kind,
+    obj: Mapping[str, Any],
+    old: Mapping[str, Any] | None,
+    skip: Callable[[str], bool] = lambda _where: False,
+) -> Iterator[Problem]:
+    """Rules that do not hold, but for the places to skip: rules ask for the right shape."""
     for rule in kind.rules:
         before = dict(places(old, rule.path)) if old is not None else {}
         for where, value in places(obj, rule.path):
+            if skip(where):
+                continue
             holds = rule.holds(value) if isinstance(rule, Rule) else _holds_since(rule, value, before.get(where))
             if not holds:
                 yield problem(_blamed(where, rule.field), rule.message, _value_at(value, rule.field))

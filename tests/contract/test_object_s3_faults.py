@@ -12,7 +12,10 @@ import pytest
 from kvstrata_agent.backends.object.client import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
 from kvstrata_agent.backends.object.object_tier import ObjectStoreTier, open_object_tier
 from kvstrata_agent.backends.object.pacing import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
+from kvstrata_agent.backends.registry import Place, make_backend, wipe
 from kvstrata_api.errors import BackendFailedError
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_node.discovery import NodeFacts
 from support.backends.contract import CAPACITY_BYTES, content, get, put
 from support.backends.s3_faults import FaultyS3, Request, faulty_s3
 from support.backends.s3_gateway import s3_gateway
@@ -230,3 +233,31 @@ async def test_a_store_that_cannot_list_uploads_is_no_reason_not_to_start(client
     tier = await open_object_tier(client, "pool-a", "node-a", CAPACITY_BYTES)
     await put(tier, 1)
     await tier.close()
+
+
+async def test_a_store_is_opened_read_and_wiped_with_the_credentials_of_its_secret(
+    gateway: dict[str, str], url: str
+) -> None:
+    wanted = NodeTier.model_validate(
+        {"name": "cold", "type": "Object", "capacityBytes": CAPACITY_BYTES,
+         "object": {"url": url, "secretRef": {"name": "kv-s3"}}}
+    )  # fmt: skip
+    secrets = {"kv-s3": {key: f"{value}\n".encode() for key, value in gateway.items()}}
+
+    async def read_secret(name: str) -> dict[str, bytes] | None:
+        return secrets.get(name)
+
+    place = Place("pool-a", "node-a", NodeFacts(0, ()), read_secret=read_secret)
+    tier = await make_backend(wanted, place)
+    stored = await put(tier, 1)
+    assert await get(tier, *stored) == content(1)
+    await tier.close()
+    left = ObjectClient(url, gateway)
+    assert [path async for path, _ in left.list("")]
+
+    await wipe(wanted, place)
+    assert [path async for path, _ in left.list("")] == []
+    await left.close()
+    secrets["kv-s3"]["aws_secret_access_key"] = b"another"
+    with pytest.raises(BackendFailedError):
+        await make_backend(wanted, place)

@@ -58,7 +58,10 @@ REFUSED: tuple[tuple[Object, str], ...] = (
     ({"operator": {"replcas": 2}}, "/operator': additional properties 'replcas' not allowed"),
     ({"operator": {"image": {"digest": "sha256:abc"}}}, "/operator/image/digest"),
     ({"metadata": {"image": {"repository": "Not/Lower"}}}, "/metadata/image/repository"),
-    ({"redis": {"mode": "Sentinel"}}, "/redis/mode': value must be one of 'StatefulSet', 'Process', 'External'"),
+    (
+        {"redis": {"mode": "Sentinel"}},
+        "/redis/mode': value must be one of 'Embedded', 'Process', 'External', 'StatefulSet'",
+    ),
     ({"redis": {"maxMemory": "2gb"}}, "/redis': additional properties 'maxMemory' not allowed"),
     ({"redis": {"memory": {"max": "2gb"}}}, "/redis/memory/max"),
     ({"redis": {"passwords": {"agent": "short"}}}, "/redis/passwords/agent"),

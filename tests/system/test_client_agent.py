@@ -55,6 +55,8 @@ from support.client.attached import (
 pytestmark = pytest.mark.system
 
 ACCEPTED = Hinted(Outcome.ACCEPTED, 1)
+RATE = 9_000.0
+"""Tokens a second of the engine that reports it."""
 
 
 @pytest.fixture
@@ -103,6 +105,7 @@ def test_what_was_delivered_is_what_the_reader_counts_tier_by_tier(tmp_path: Pat
     served = AgentThread(tmp_path / "agent.sock", lambda: tiers, FakeAuthenticator(a=caller("a")))
     with served as agent, attached(agent.socket) as client:
         cache = PrefixCache(client)
+        assert client.report_engine(RATE)
         cache.store(TOKENS, content())
         agent.core.node.is_draining = True
         agent.wait(agent.core.cache.evictor.drain(tiers[0]))
@@ -123,7 +126,7 @@ def test_what_was_delivered_is_what_the_reader_counts_tier_by_tier(tmp_path: Pat
     assert delivered == captured == held == tokens
     assert set(tokens) == {"dram", "nvme"}
     assert sum(tokens.values()) == (2 + BLOCKS + BLOCKS + 5) * LAYOUT.block_tokens
-    assert saved_s == gpu_s == pytest.approx(sum(tokens.values()) / 12_000)
+    assert saved_s == gpu_s == pytest.approx(sum(tokens.values()) / RATE)
     assert 0 < loading_s < 30
 
 
@@ -506,6 +509,32 @@ def test_the_command_line_shows_tiers_prompts_and_reasons(
         (told,) = run("route-hint", str(tmp_path / "tokens.json"))
         assert [(node["blocks"], node["media"]) for node in told["nodes"]] == [(BLOCKS, {"HostDRAM": BLOCKS})]
         assert told["longest"] == told["nodes"][0]["node"]
+
+
+def test_a_layout_of_which_no_block_is_there_is_refused_and_not_answered_with_none(
+    agent: AgentThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found under another layout is nothing, however much is cached; an empty node has nothing under any."""
+    (tmp_path / "token").write_text("a")
+    other = dataclasses.replace(LAYOUT, layers=LAYOUT.layers * 2)
+    (tmp_path / "layout.json").write_text(json.dumps(dataclasses.asdict(other)))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+
+    def run(command: str) -> tuple[int | str | None, str, str]:
+        common = ("--socket", str(agent.socket), "--pool", "pool", "--token-file", str(tmp_path / "token"))
+        with pytest.raises(SystemExit) as end:
+            main([command, str(tmp_path / "tokens.json"), *common, "--layout", str(tmp_path / "layout.json")])
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    assert run("lookup")[0] == 0
+    with attached(agent.socket) as client:
+        PrefixCache(client).store(TOKENS, content())
+    for command in ("lookup", "why-miss", "route-hint"):
+        code, out, err = run(command)
+        assert (code, out) == (1, "")
+        assert f"no block here has its id {other.layout_id().hex()}" in err
+        assert LAYOUT.layout_id().hex() in err
 
 
 def test_the_command_line_shows_the_life_of_a_session(

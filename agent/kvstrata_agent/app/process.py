@@ -158,8 +158,14 @@ class AgentProcess:
             group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
     def _place(self, world: World) -> registry.Place:
-        root, keys = self._persistence_root(), world.keyring
-        return registry.Place(self._config.pool, self._config.node, self._facts, persistence=root, keys=keys)
+        return registry.Place(
+            self._config.pool,
+            self._config.node,
+            self._facts,
+            persistence=self._persistence_root(),
+            keys=world.keyring,
+            read_secret=world.read_secret,
+        )
 
     def _persistence_root(self) -> PersistenceRoot:
         return PersistenceRoot(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())

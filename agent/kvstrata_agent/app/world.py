@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.app.wiring import AgentParts
     from kvstrata_agent.backends.record.encryption import DataKeys
+    from kvstrata_agent.backends.registry import ReadSecret
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tenants import ScopeMemory
     from kvstrata_agent.cache.ports import Directory, DirectoryState, Peers, Tenants
@@ -88,6 +89,10 @@ class World(Protocol):
     @property
     def keyring(self) -> DataKeys:
         """Data keys of scopes, for tiers that encrypt."""
+
+    @property
+    def read_secret(self) -> ReadSecret | None:
+        """Reads Secrets that object stores name; None where there are none."""
 
     async def ready(self) -> None:
         """Return when everything that is declared was read once."""

@@ -31,11 +31,15 @@ from kvstrata_node import directories as folders
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import TierBackend
     from kvstrata_agent.backends.record.encryption import DataKeys
+    from kvstrata_api.models.pool import ObjectTier
     from kvstrata_api.models.poolnode import NodeTier
     from kvstrata_node.discovery import NodeFacts
 
 
 Settings = TypeVar("Settings")
+
+ReadSecret = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
+"""Reads a Secret of the system namespace by name; None where it is not there. Raises a `KvStrataError`."""
 
 _DELETE_BATCH: Final = 1000
 """Objects that are listed before they are deleted."""
@@ -49,8 +53,8 @@ class Place:
     node: str
     facts: NodeFacts
     """What discovery found on this machine."""
-    object_credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Settings of the object store client, such as aws_access_key_id; empty for ambient identity."""
+    read_secret: ReadSecret | None = field(default=None, repr=False)
+    """Reads Secrets that object stores name; None where there are none."""
     persistence: PersistenceRoot = NO_PERSISTENCE
     """Where memory tiers can outlive the agent."""
     keys: DataKeys | None = field(default=None, repr=False)
@@ -132,8 +136,29 @@ async def _object(tier: NodeTier, place: Place) -> TierBackend:
         from kvstrata_agent.backends.object.object_tier import open_object_tier
     except ImportError as e:
         raise UnsupportedError(f"tier {tier.name}: {e}; install the `agent` extra, which has obstore") from e
-    client = ObjectClient(_settings(tier, tier.object).url, place.object_credentials)
+    settings = _settings(tier, tier.object)
+    client = ObjectClient(settings.url, await _client_settings(settings, place))
     return await open_object_tier(client, place.pool, place.node, tier.capacity_bytes, keys=_keys(tier, place))
+
+
+async def _client_settings(store: ObjectTier, place: Place) -> dict[str, str]:
+    """Settings of the store's client, such as aws_access_key_id, from its Secret; none with ambient identity.
+
+    Raises `UnsupportedError` where there are no Secrets, `BackendFailedError` without that one, and
+    `InvalidInputError` for what is no text in it.
+    """
+    if store.secret_ref is None:
+        return {}
+    where = f"object.secretRef {store.secret_ref.name}"
+    if place.read_secret is None:
+        raise UnsupportedError(f"{where}: there are no Secrets here; set the store's credentials in the environment")
+    found = await place.read_secret(store.secret_ref.name)
+    if found is None:
+        raise BackendFailedError(f"{where}: the agents' namespace has no such Secret")
+    try:
+        return {key: value.decode().strip() for key, value in found.items()}
+    except UnicodeDecodeError as e:
+        raise InvalidInputError(f"{where}: not UTF-8 at byte {e.start}") from e
 
 
 async def _hbm(tier: NodeTier, place: Place) -> TierBackend:
@@ -170,7 +195,7 @@ async def wipe(tier: NodeTier, place: Place) -> None:
         if directory.is_claimed:
             await in_thread(None, partial(wipe_directory, Path(directory.path), place.pool, place.node))
     if tier.object is not None:
-        await _wipe_objects(tier.object.url, place)
+        await _wipe_objects(tier.object, place)
 
 
 def wipe_directory(root: Path, pool: str, node: str) -> None:
@@ -199,12 +224,12 @@ def _is_claimed_by(root: Path, pool: str) -> bool:
         return False  # Nobody knows whose it is.
 
 
-async def _wipe_objects(url: str, place: Place) -> None:
+async def _wipe_objects(store: ObjectTier, place: Place) -> None:
     try:
         from kvstrata_agent.backends.object.client import ObjectClient
     except ImportError as e:
-        raise UnsupportedError(f"{url}: {e}; install the `agent` extra, which has obstore") from e
-    client, prefix = ObjectClient(url, place.object_credentials), f"{place.pool}/{place.node}/"
+        raise UnsupportedError(f"{store.url}: {e}; install the `agent` extra, which has obstore") from e
+    client, prefix = ObjectClient(store.url, await _client_settings(store, place)), f"{place.pool}/{place.node}/"
     try:
         await client.abort_uploads(prefix)
         batch: list[str] = []

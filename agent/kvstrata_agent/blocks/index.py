@@ -7,6 +7,7 @@ An entry takes more than a kilobyte, so blocks that nobody uses are packed into 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import GONE, TIERS_MAX, Entry, Residence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 IN_USE_MAX: Final = 16_384
 """Entries that are kept whether somebody uses them or not: 20 MB."""
+LAYOUT_SAMPLE: Final = 1024
+"""Entries looked at for the layouts of a scope: those of one engine come together."""
 PACK_SCAN: Final = 2048
 """Entries examined in one step: at most 10 ms."""
 
@@ -84,6 +87,11 @@ class Index:
     def room(self) -> int:
         """Entries more that are kept whether somebody uses them or not; negative when there are too many."""
         return self._in_use_max - self.in_use
+
+    def layouts(self, scope: ScopeId) -> set[LayoutId]:
+        """Layouts of a scope's blocks; of those in use, of the last ones that came."""
+        newest = islice(reversed(self.blocks(scope).in_use.values()), LAYOUT_SAMPLE)
+        return {entry.layout_id for entry in newest} | self.packed.layouts(scope)
 
     def find(self, scope: ScopeId, digest: bytes) -> Entry | None:
         """Return one entry, or None."""

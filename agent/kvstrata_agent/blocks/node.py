@@ -25,6 +25,7 @@ from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_agent.policy.placement import Placement, by_reuse_interval, next_lower
+from kvstrata_agent.policy.prefill_rate import PrefillRates
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.regret import Regret, Regrets
 from kvstrata_kube.signal import Signal
@@ -115,6 +116,8 @@ class Node:
     tenants: TenantBook = field(default_factory=TenantBook)
     engines: dict[str, dict[int, EngineLoad]] = field(default_factory=dict)
     """What engines have reported of themselves, by tenant and connection; no tenant without a connection that did."""
+    prefill_rates: PrefillRates = field(default_factory=PrefillRates)
+    """How fast engines compute that report nothing of themselves."""
     regrets: Regrets = field(default_factory=Regrets)
     """What fetching or computing turned out to cost."""
     wall: Callable[[], float] = time.time

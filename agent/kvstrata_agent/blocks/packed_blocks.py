@@ -129,6 +129,9 @@ class _PackedKinds:
             self.values[number] = None
             self._unused.append(number)
 
+    def layouts(self, scope: ScopeId) -> set[LayoutId]:
+        return {kind.layout_id for kind in self._numbers if kind.scope == scope}
+
     def where(self, is_meant: Callable[[PackedKind], bool]) -> list[int]:
         return [number for kind, number in self._numbers.items() if is_meant(kind)]
 
@@ -322,6 +325,10 @@ class PackedTable:
         """Forget the children of all rows."""
         for fields in self._fields():
             fields["counts"] = 0
+
+    def layouts(self, scope: ScopeId) -> set[LayoutId]:
+        """Layouts of a scope's rows."""
+        return self._kinds.layouts(scope)
 
     def where(self, is_meant: Callable[[PackedKind], bool]) -> list[NDArray[np.uint32]]:
         """Numbers of the rows whose kind is meant, in arrays of one chunk each, none of them empty."""

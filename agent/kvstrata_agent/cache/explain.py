@@ -16,7 +16,7 @@ from kvstrata_api.blocks import ScopeId
 from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.node import Node
@@ -42,10 +42,11 @@ class Explainer:
         self._reader = reader
         self._archiver = archiver
 
-    def stats(self, tenant: str) -> dict[str, Any]:
+    def stats(self, tenant: str, scopes: Iterable[ScopeId]) -> dict[str, Any]:
         """Tiers and totals. Fills are rounded to 1 %, so that a tenant cannot count the blocks of another.
 
-        What the tenant that asks has on its own account is exact.
+        What the tenant that asks has on its own account is exact. How fast its engines compute is None while unknown;
+        layouts are those of blocks in the scopes that it may read.
         """
         node = self._node
         limits = {t: node.tenants.hard_bytes(t, tenant) for t in node.tiers}
@@ -58,6 +59,8 @@ class Explainer:
             "tenant": {
                 "used_bytes": sum(t.tenant_bytes.get(tenant, 0) for t in node.tiers),
                 "limit_bytes": sum(t.backend.capacity_bytes if n is None else n for t, n in limits.items()),
+                "prefill_tokens_per_s": self._reader.engine(tenant).prefill_tokens_per_s or None,
+                "layouts": sorted({layout.hex() for scope in scopes for layout in node.index.layouts(scope)}),
             },
         }
 
@@ -112,8 +115,8 @@ class Explainer:
             "regret_s": regret.regret_s if regret is not None else 0.0,
         }
 
-    def block(self, scope: ScopeId | None, digest: bytes) -> dict[str, Any]:
-        """State of a block, why it may or may not leave, where it would go, and what getting it costs."""
+    def block(self, scope: ScopeId | None, digest: bytes, context: RequestContext | None = None) -> dict[str, Any]:
+        """State of a block, why it may or may not leave, where it would go, and what getting it costs who asks."""
         entry = self._node.index.find(scope, digest) if scope is not None else None
         history = self._history(scope, digest) if scope is not None else []
         if entry is None:
@@ -125,7 +128,7 @@ class Explainer:
             "expected_reuse": self._node.returns.explain(entry),
             "copies": [self._copy(entry, r) for r in entry.residences],
             "held_by": self._holders(entry),
-            "read": self._read(entry),
+            "read": self._read(entry, context),
             "last_choice": self._last_choice(digest),
             "history": history,
         }
@@ -161,8 +164,7 @@ class Explainer:
             for t in reversed(node.tiers)  # The fastest of a medium counts.
             if t.backend.mappable is None and t.probe is not None
         }
-        rate = self._reader.prefill_tokens_per_s(context)
-        return rank(copies, speeds, node.spec.compatibility.block_tokens / rate)
+        return rank(copies, speeds, self._reader.compute_s(context, node.spec.compatibility.block_tokens))
 
     def _history(self, scope: ScopeId, digest: bytes) -> list[dict[str, Any]]:
         """Last decisions on a block, the latest first."""
@@ -189,10 +191,10 @@ class Explainer:
             },
         }
 
-    def _read(self, entry: Entry) -> dict[str, Any]:
+    def _read(self, entry: Entry, context: RequestContext | None) -> dict[str, Any]:
         if not entry.residences:
             return {"choice": "nothing to read"}
-        cost = self._reader.cost([entry])
+        cost = self._reader.cost([entry], context)
         if cost is None:
             return {"choice": "fetch", "reason": "in memory", "alternatives": []}
         return {

@@ -330,7 +330,9 @@ class Reader:
         return len(run) if choice is None else choice.blocks
 
     def _choice(self, context: RequestContext | None, run: Sequence[Entry | None]) -> Split | None:
-        """How much of a run to bring up; None where there is no choice, as all of it is in memory."""
+        """How much of a run to bring up; None for all: it is in memory, or nobody knows how fast engines compute."""
+        if not self._engine(context).is_known:
+            return None
         costs, start = list[CostInputs](), 0
         while start < len(run):
             end = start + 1
@@ -374,20 +376,23 @@ class Reader:
         ancestors = self._node.index.ancestors(entry) if entry is not None else ()
         return sum(1 for _ in islice(ancestors, BLOCKS_BEFORE_MAX)) * self._node.spec.compatibility.block_tokens
 
-    def compute_s(self, context: RequestContext, tokens: int) -> float:
+    def compute_s(self, context: RequestContext | None, tokens: int) -> float:
         """Seconds in which whoever asks would compute so many tokens, as if nothing stood before them."""
         return self._engine(context).compute_s(0, tokens)
 
-    def prefill_tokens_per_s(self, context: RequestContext | None) -> float:
-        """How fast whoever asks would compute."""
-        return self._engine(context).prefill_tokens_per_s
-
     def _engine(self, context: RequestContext | None) -> EngineLoad:
-        """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has reported."""
+        return self.engine(context.tenant, context.owner) if context is not None else self.engine("")
+
+    def engine(self, tenant: str, owner: int = -1) -> EngineLoad:
+        """How fast a tenant's engines compute: as they report, as the pool declares, or as it seems from here.
+
+        `owner` is the connection that asks, whose own report comes first.
+        """
         node = self._node
-        assumed = EngineLoad(float(node.spec.policy.recompute.prefill_tokens_per_second))
-        reported = node.engines.get(context.tenant) if context is not None else None
-        return load_of(reported, context.owner, assumed, node.clock()) if reported and context is not None else assumed
+        declared = node.spec.policy.recompute.prefill_tokens_per_second
+        otherwise = EngineLoad(float(declared or node.prefill_rates.of(tenant)))
+        reported = node.engines.get(tenant)
+        return load_of(reported, owner, otherwise, node.clock()) if reported else otherwise
 
     def cost(
         self, segment: Sequence[Entry], context: RequestContext | None = None, *, is_last: bool = False

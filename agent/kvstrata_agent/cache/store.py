@@ -80,6 +80,7 @@ class Writer:
         if node.regrets.awaits:
             for regret in node.regrets.computed(digests, node.clock()):
                 node.count_regret(regret)
+        node.prefill_rates.brought(context.tenant, parent, digests, node.spec.compatibility.block_tokens, node.clock())
         if tier is None or node.is_draining:
             return []
         blocks, scope, tenant = node.index.blocks(context.scope), context.scope, context.tenant

@@ -3,7 +3,8 @@
 T_recompute = tokens that wait before / prefill rate + the run's own time, by the engine's own report where it gives
 one: a fetch goes on while the request waits. A token's time grows with what stands before it, as attention's does.
 T_fetch = latency + (bytes queued before + bytes of the run) / bandwidth.
-Bandwidth and latency are the tier's own, measured at start; a tier that was not measured is fetched from.
+Bandwidth and latency are the tier's own, measured at start. A tier that was not measured is fetched from, and so is any
+while nobody knows how fast the engine computes.
 """
 
 import math
@@ -32,9 +33,10 @@ ENGINE_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine has reported of itself, or what the pool assumes."""
+    """What an engine has reported of itself, what the pool declares of it, or what was seen of it."""
 
     prefill_tokens_per_s: float
+    """0.0: unknown."""
     queued_tokens: int = 0
     """That are computed before what is asked for now; a load overlaps with that wait."""
     running: int = 0
@@ -44,14 +46,21 @@ class EngineLoad:
     """Behind so many tokens the next one takes twice as long as the first; 0: attention is not counted."""
 
     @property
+    def is_known(self) -> bool:
+        """False where nobody knows how fast it computes; nothing can be weighed against fetching then."""
+        return self.prefill_tokens_per_s > 0
+
+    @property
     def wait_s(self) -> float:
         """Seconds until what is asked for now could be computed."""
         return self.queued_tokens / max(self.prefill_tokens_per_s, 1e-9)
 
     def compute_s(self, first: int, tokens: int) -> float:
-        """Seconds to compute so many tokens that stand behind the first ones."""
+        """Seconds to compute so many tokens that stand behind the first ones; 0.0 where nobody knows."""
+        if not self.is_known:
+            return 0.0
         attended = tokens * (first + tokens / 2) / self.half_rate_tokens if self.half_rate_tokens else 0.0
-        return (tokens + attended) / max(self.prefill_tokens_per_s, 1e-9)
+        return (tokens + attended) / self.prefill_tokens_per_s
 
 
 def load_of(reported: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad, now_s: float) -> EngineLoad:
@@ -141,6 +150,8 @@ def choose(inputs: CostInputs) -> CostChoice:
     fetch_s = inputs.wait_s + inputs.move_s
     if inputs.policy == "AlwaysFetch":
         return CostChoice(Source.FETCH, fetch_s, recompute_s, "policy AlwaysFetch")
+    if not inputs.engine.is_known:
+        return CostChoice(Source.FETCH, fetch_s, recompute_s, "unknown rate of the engine")
     source = Source.FETCH if fetch_s <= recompute_s else Source.RECOMPUTE
     return CostChoice(source, fetch_s, recompute_s, "cheaper")
 

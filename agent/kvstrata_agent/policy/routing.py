@@ -34,7 +34,8 @@ def rank(
 ) -> list[NodeScore]:
     """Nodes that have the first block at least: the soonest first, equals by the longest beginning, then by name.
 
-    `copies` has for each block of the prompt its medium and stored bytes by node; `compute_s` is for one block.
+    `copies` has for each block of the prompt its medium and stored bytes by node; `compute_s` is for one block. Where
+    that is 0.0, unknown, the longest beginning comes first.
     """
     held: dict[str, dict[str, tuple[int, int]]] = {node: {} for node in copies[0]} if copies else {}
     depth = dict.fromkeys(held, 0)
@@ -58,7 +59,7 @@ def rank(
         )
         for node, media in held.items()
     ]
-    return sorted(found, key=lambda s: (s.seconds, -s.blocks, s.node))
+    return sorted(found, key=lambda s: (s.seconds if compute_s else -s.blocks, -s.blocks, s.seconds, s.node))
 
 
 def _fetch_s(speed: MediumSpeed | None, size_bytes: int) -> float:

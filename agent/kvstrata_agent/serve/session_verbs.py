@@ -113,7 +113,8 @@ class SessionVerbs:
         return self._hinted(request, _COMPLETE, wire.Outcome.ACCEPTED, 2 if is_archived else 1)
 
     def _stats(self, at: Attachment, request: wire.Stats) -> wire.Text:
-        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats(at.tenant)))
+        stats = self._cache.explainer.stats(at.tenant, [right.access.scope for right in at.rights.values()])
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(stats))
 
     def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:
         if bool(request.session) + bool(request.digest) > 1 or not (request.session or request.digest or request.scope):
@@ -131,7 +132,8 @@ class SessionVerbs:
             else:
                 known = self._node.index.find(right.access.scope, request.digest)
                 self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
-            explained = self._cache.explainer.block(right.access.scope if right else None, request.digest)
+            scope, context = (right.access.scope, right.context) if right is not None else (None, None)
+            explained = self._cache.explainer.block(scope, request.digest, context)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(explained))
 
     def _tree(self, at: Attachment, scope: str) -> dict[str, Any]:

@@ -215,6 +215,10 @@ class Verbs:
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], answer: Findings
     ) -> wire.Found:
         states, places = answer.states, answer.places
+        miss = states.find(Lookup.MISS) if request.is_use and at.readable(request.scope) is not None else -1
+        if miss >= 0:
+            missing = request.digests[miss * KEY_BYTES : (miss + 1) * KEY_BYTES]
+            self._node.prefill_rates.missed(missing, self._node.clock())
         self._observer.on_lookup(at, request, entries, states)
         return wire.Found(request.id, self.grants_version, states, len(places), places, answer.tier_names)
 
@@ -291,6 +295,8 @@ class Verbs:
         if call.context.session is not None:
             self._note_wait(call.context.session, began_s, call.digests[len(leased)])
         got = len(acquired.reads)
+        if got < len(call.digests):
+            self._node.prefill_rates.missed(call.digests[got], began_s)
         rest = reader.lookup_now(call.context, call.digests[got:])
         unfetched = next((i for i, e in enumerate(rest) if e is None or not e.residences), len(rest))
         self._node.signs.asked(got - len(leased) + unfetched, unfetched)

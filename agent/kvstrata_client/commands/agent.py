@@ -17,7 +17,7 @@ from kvstrata_api.units import format_rounded
 from kvstrata_api.wire import KEYS_MAX, Request, RouteHint, WhyMiss
 from kvstrata_client.client import Client
 from kvstrata_client.commands import output
-from kvstrata_client.commands.output import table
+from kvstrata_client.commands.output import UsageError, table
 from kvstrata_client.target import NO_TOKEN, Target, pool_layout
 from kvstrata_client.verbs.results import Scope
 
@@ -62,7 +62,7 @@ def lookup_options(found: argparse.ArgumentParser) -> None:
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     output.add_option(found, names="scopes that have some of it")
-    found.set_defaults(run=_lookup)
+    found.set_defaults(run=_lookup, missing=_missing_for_keys)
 
 
 def route_hint_options(found: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def route_hint_options(found: argparse.ArgumentParser) -> None:
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     output.add_option(found, names="nodes, the soonest first")
-    found.set_defaults(run=_route_hint)
+    found.set_defaults(run=_route_hint, missing=_missing_for_keys)
 
 
 def why_miss_options(found: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def why_miss_options(found: argparse.ArgumentParser) -> None:
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     output.add_option(found)
-    found.set_defaults(run=_why_miss)
+    found.set_defaults(run=_why_miss, missing=_missing_for_keys)
 
 
 def target_options(found: argparse.ArgumentParser) -> None:
@@ -107,12 +107,28 @@ def target_options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--revision")
     found.add_argument("--dtype", default="bf16")
     found.add_argument("--block-tokens", type=int, default=16)
+    found.set_defaults(missing=missing)
+
+
+def missing(given: argparse.Namespace) -> list[str]:
+    """What is needed to attach and is not given."""
+    layout = given.layout is not None or (given.model and given.revision)
+    return [
+        *([] if given.pool else ["--pool (or KVSTRATA_POOL)"]),
+        *([] if layout else ["--layout FILE (or --model and --revision, as in the pool)"]),
+    ]
+
+
+def _missing_for_keys(given: argparse.Namespace) -> list[str]:
+    """The same of commands that name blocks: their keys hold the whole layout, which no pool declares."""
+    found = [one for one in missing(given) if not one.startswith("--layout")]
+    return [*found, *([] if given.layout is not None else ["--layout FILE (of the engine: --model names no block)"])]
 
 
 def attach(given: argparse.Namespace, layout: Layout | None = None) -> Client:
     """Attach with `layout`, or that of the options. Raises the `KvStrataError` that keeps the client away."""
     if not given.pool:
-        raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
+        raise UsageError("--pool (or KVSTRATA_POOL) is missing")
     socket = Path(given.socket or names.socket_path(given.pool))
     token = given.token_file or (Path(names.TOKEN_FILE) if Path(names.TOKEN_FILE).exists() else NO_TOKEN)
     client = Client(Target(socket, given.pool, token, layout or layout_of(given)), strict=True)
@@ -128,7 +144,7 @@ def layout_of(given: argparse.Namespace) -> Layout:
     if given.layout is not None:
         return _read_layout(given.layout)
     if not (given.model and given.revision):
-        raise InvalidInputError("--layout FILE, or --model and --revision as in the pool, are missing")
+        raise UsageError("--layout FILE, or --model and --revision as in the pool, are missing")
     return pool_layout(given.model, given.revision, given.dtype, given.block_tokens)
 
 
@@ -244,10 +260,26 @@ def _lookup(given: argparse.Namespace) -> int:
         grants = client.grants
         assert grants is not None, "an attached client has grants"
         found = [_found(client, scope, tokens) for scope in grants.scopes]
+        if not any(row["hit_blocks"] for row in found):
+            _check_layout(client)
     rows = ((_named(r), f"{r['hit_blocks']} of {r['blocks']}", _counted(Counter(r["places"]))) for r in found)
     names = (row["scope"] for row in found if row["hit_blocks"])
     output.show(given.output, found, table(("SCOPE", "BLOCKS", "PLACES"), rows), names)
     return 0
+
+
+def _check_layout(client: Client) -> None:
+    """Refuse a layout of which there is no block where there are others: to find none of it says nothing.
+
+    Raises `InvalidInputError` with the layouts that there are. A node without any block of the caller has none, of
+    whatever layout, and an agent of an earlier version tells nothing of its own.
+    """
+    known, ours = json.loads(client.stats())["tenant"].get("layouts", ()), client.target.layout.layout_id().hex()
+    if known and ours not in known:
+        raise InvalidInputError(
+            f"--layout: no block here has its id {ours}; there are blocks of {', '.join(known)}. Its fields have to be "
+            "those of the engine that stored them, shard and scaling included"
+        )
 
 
 def _why_miss(given: argparse.Namespace) -> int:
@@ -283,7 +315,10 @@ def _answers(
         assert grants is not None, "an attached client has grants"
         if verb.__name__ not in grants.verbs:
             raise UnsupportedError("the agent is older than this command")
-        return [{"scope": s.id, **ask(client, s, tokens)} for s in grants.scopes]
+        found = [{"scope": s.id, **ask(client, s, tokens)} for s in grants.scopes]
+        if not any(row.get("hit_blocks") or row.get("nodes") for row in found):
+            _check_layout(client)
+        return found
 
 
 def _routed(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.names import API_VERSION
 from kvstrata_api.validate import validate
 from kvstrata_client.commands import output
+from kvstrata_client.commands.output import UsageError
 
 TOKENS_MAX: Final = 10_000_000
 """`maximum` of spec.prefixes[].tokenCount."""
@@ -64,7 +65,7 @@ def _share(given: argparse.Namespace, prefix: dict[str, Any]) -> dict[str, Any]:
     namespace, _, name = given.share.partition("/")
     targets = [t.partition(":") for t in given.to]
     if not name or not given.pool or not targets or any(kind not in _TARGETS for kind, _, _ in targets):
-        raise InvalidInputError("--share NAMESPACE/NAME needs --pool NAME and --to tenant:NAME or --to domain:NAME")
+        raise UsageError("--share NAMESPACE/NAME needs --pool NAME and --to tenant:NAME or --to domain:NAME")
     spec: dict[str, Any] = {"poolRef": given.pool, "prefixes": [prefix], "to": [{k: n} for k, _, n in targets]}
     if given.expires_at:
         spec["expiresAt"] = given.expires_at
@@ -79,7 +80,7 @@ def _tokens(given: argparse.Namespace) -> npt.NDArray[np.uint32]:
     """Token ids from whichever option gives them; exactly one may."""
     sources = [bool(given.tokens), given.file is not None, given.text is not None, given.text_file is not None]
     if sources.count(True) != 1:
-        raise InvalidInputError("give token ids, --tokens, --text or --text-file: exactly one of them")
+        raise UsageError("give token ids, --tokens, --text or --text-file: exactly one of them")
     tokens = _token_ids(given) if sources[0] or sources[1] else _tokenized(given)
     if not 0 < len(tokens) <= TOKENS_MAX:
         raise InvalidInputError(f"{len(tokens)} tokens, 1 to {TOKENS_MAX} wanted")

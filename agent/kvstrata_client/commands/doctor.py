@@ -22,7 +22,9 @@ from kvstrata_api.errors import (
     UnauthenticatedError,
     UnsupportedError,
 )
+from kvstrata_api.models.pool import Compatibility
 from kvstrata_api.reasons import Weight
+from kvstrata_api.validate import parse_as
 from kvstrata_client.commands import agent, kubectl, output
 from kvstrata_client.commands.kubectl import Kubectl
 
@@ -92,7 +94,7 @@ def options(found: argparse.ArgumentParser) -> None:
     kubectl.add_options(found)
     output.add_option(found, names="what something is wrong with")
     agent.target_options(found)
-    found.set_defaults(run=_doctor)
+    found.set_defaults(run=_doctor, missing=None)  # Of the agent only where one is named.
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -261,9 +263,9 @@ def _of_agent(given: argparse.Namespace, objects: Sequence[Json]) -> list[Findin
     """Attach as an engine does; `--model` and `--revision` may come from the pool's own declaration."""
     pool = next((o for o in objects if o["kind"] == "KVPool" and o["metadata"]["name"] == given.pool), None)
     if pool is not None and given.layout is None and not given.model:
-        ours = pool["spec"]["compatibility"]
-        given.model, given.revision, given.dtype = ours["model"], ours["revision"], ours["dtype"]
-        given.block_tokens = ours.get("blockTokens", given.block_tokens)
+        ours = parse_as(Compatibility, pool["spec"].get("compatibility", {}))
+        given.model, given.revision, given.dtype = ours.model, ours.revision, ours.dtype
+        given.block_tokens = ours.block_tokens
     try:
         agent.attach(given).close()
     except KvStrataError as e:

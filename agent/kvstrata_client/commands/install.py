@@ -105,8 +105,8 @@ def options(found: argparse.ArgumentParser) -> None:
 
 def _install(given: argparse.Namespace) -> int:
     """Print every finding; 1 when one of them is a failure."""
-    release = Release(given.namespace, merged([document for _, _, document in objects(given.values)]))
-    pools = [document for _, _, document in objects(given.pool) if document.get("kind") == "KVPool"]
+    release = Release(given.namespace, merged([placed.obj for _, placed in objects(given.values)]))
+    pools = [dict(placed.obj) for _, placed in objects(given.pool) if placed.obj.get("kind") == "KVPool"]
     if given.pool and not pools:
         raise InvalidInputError(f"{', '.join(given.pool)}: holds no KVPool")
     asked = Kubectl.of(given, "it asks the cluster")
@@ -156,7 +156,7 @@ def findings(seen: Seen, release: Release, pools: Sequence[Json] = ()) -> tuple[
         *_images(release),
         *_storage(seen, release),
         *_folders(release),
-        *(one for pool in _pools(seen, release, pools) for one in _pool(seen, pool)),
+        *(one for pool in _pools(seen, release, pools) for one in of_pool(seen.nodes, pool)),
     )
     return tuple(sorted(every, key=lambda one: not one.is_failure))
 
@@ -257,7 +257,7 @@ def _images(release: Release) -> Iterator[Finding]:
 
 def _storage(seen: Seen, release: Release) -> Iterator[Finding]:
     """The volume of Redis, where it is to have one."""
-    is_ours = release.value("redis.mode", default="StatefulSet") == "StatefulSet"
+    is_ours = release.value("redis.mode", default="Embedded") in ("Embedded", "StatefulSet")
     if not is_ours or not release.value("redis.persistence.enabled", default=False):
         return
     wanted = release.value("redis.persistence.storageClassName", default="")
@@ -300,11 +300,11 @@ def _pools(seen: Seen, release: Release, pools: Sequence[Json]) -> Iterator[Json
         yield {"metadata": {"name": release.value("quickstart.pool", default="demo")}, "spec": spec}
 
 
-def _pool(seen: Seen, pool: Json) -> Iterator[Finding]:
-    """What one pool finds on its nodes."""
+def of_pool(nodes: Sequence[Json], pool: Json) -> Iterator[Finding]:
+    """What one pool finds on the nodes of a cluster."""
     subject, spec = f"KVPool {pool['metadata']['name']}", pool.get("spec") or {}
     selector = spec.get("nodeSelector") or {}
-    chosen = [node for node in seen.nodes if selector.items() <= (node["metadata"].get("labels") or {}).items()]
+    chosen = [node for node in nodes if selector.items() <= (node["metadata"].get("labels") or {}).items()]
     if not chosen:
         labels = " ".join(f"{key}={value}" for key, value in sorted(selector.items()))
         yield _failure(subject, f"no node has the labels {labels}", f"kubectl label node NODE {labels}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from kvstrata_api.errors import ApiServerAwayError, UnsupportedError
 Json = dict[str, Any]
 
 TIMEOUT_S: Final = 30.0
+_KLOG: Final = re.compile(r"[EWIF]\d{4} ")
+"""Begin of a line of klog: severity, month and day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Kubectl:
             done = self._run(words)
             done.check_returncode()
         except subprocess.CalledProcessError as e:
-            raise ApiServerAwayError(f"kubectl: {e.stderr.strip()[:500]}") from e
+            raise ApiServerAwayError(f"kubectl: {_said(e.stderr)[:500]}") from e
         return done.stdout
 
     def may(self, verb: str, resource: str, namespace: str) -> bool:
@@ -62,6 +65,11 @@ class Kubectl:
             )
         except (OSError, subprocess.TimeoutExpired) as e:
             raise ApiServerAwayError(f"kubectl: {e}") from e
+
+
+def _said(stderr: str) -> str:
+    """What kubectl has to say, without the log of its library before it."""
+    return "\n".join(line for line in stderr.strip().splitlines() if not _KLOG.match(line)) or stderr.strip()
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -1,23 +1,20 @@
-"""Commands that work on declared objects: validate checks manifests, who-can-read answers who may read what."""
+"""Manifests that a command is given; and who-can-read, which answers from them or a cluster who may read what."""
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import yaml
-
 from kvstrata_api import readers
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.manifest_text import Placed, read
 from kvstrata_api.models.base import ApiModel
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.names import GROUP
 from kvstrata_api.readers import Reader
 from kvstrata_api.shares import Declared
-from kvstrata_api.validate import parse_as, validate
+from kvstrata_api.validate import parse_as
 from kvstrata_client.commands import kubectl, output
 from kvstrata_client.commands.kubectl import Kubectl
 from kvstrata_client.commands.output import table
@@ -25,61 +22,43 @@ from kvstrata_client.commands.output import table
 Json = Mapping[str, Any]
 M = TypeVar("M", bound=ApiModel)
 
+STDIN: Final = Path("/dev/stdin")
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+
 _RESOURCES: Final = "kvtenants.kvstrata.io,kvtrustdomains.kvstrata.io,kvprefixshares.kvstrata.io,namespaces"
 
 
-def validate_options(found: argparse.ArgumentParser) -> None:
-    """Options of `validate`."""
-    found.add_argument(
-        "-f",
-        "--filename",
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="file, directory, or - for standard input",
-    )
-    found.set_defaults(run=_validate)
+def objects(sources: Sequence[str]) -> Iterator[tuple[str, Placed]]:
+    """Every object of every source. Raises `InvalidInputError` with file and line for what is no manifest."""
+    for path in files(sources):
+        yield from ((shown(path), placed) for placed in objects_of(path))
 
 
-def _validate(given: argparse.Namespace) -> int:
-    """Print every problem; 1 when there is one. Objects of other groups are passed over."""
-    checked = broken = 0
-    for source, number, obj in objects(given.filename):
-        if not str(obj.get("apiVersion", "")).startswith(f"{GROUP}/"):
-            continue
-        checked += 1
-        problems = validate(obj)
-        broken += bool(problems)
-        name = f"{obj.get('kind')}/{(obj.get('metadata') or {}).get('name')}"
-        for problem in problems:
-            sys.stdout.write(f"{source} object {number} ({name}): {problem}\n")
-    sys.stdout.write(f"{checked} objects of {GROUP} checked, {broken} with problems\n")
-    return 1 if broken or not checked else 0
-
-
-def objects(sources: list[str]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Every object of every source with its place. Raises `InvalidInputError` for what is no YAML mapping."""
-    for path in _files(sources):
-        try:
-            documents = list(yaml.safe_load_all(path.read_text()))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-            raise InvalidInputError(f"{path}: {e}") from e
-        for number, document in enumerate(documents, start=1):
-            if document is None:
-                continue
-            if not isinstance(document, Mapping):
-                raise InvalidInputError(f"{path} object {number}: {type(document).__name__}, a mapping wanted")
-            yield str(path), number, document
-
-
-def _files(sources: list[str]) -> Iterator[Path]:
+def files(sources: Sequence[str]) -> Iterator[Path]:
     """Files that are named, with those of named directories; `-` is standard input."""
     for source in sources:
-        path = Path("/dev/stdin" if source == "-" else source)
+        path = STDIN if source == "-" else Path(source)
         if path.is_dir():
-            yield from sorted((*path.rglob("*.yaml"), *path.rglob("*.yml")))
+            yield from sorted(found for found in path.rglob("*") if found.suffix in _SUFFIXES)
         else:
             yield path
+
+
+def objects_of(path: Path) -> Iterator[Placed]:
+    """Every object of one file. Raises `InvalidInputError` with its name, and the line of what is no manifest."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise InvalidInputError(f"{shown(path)}: {getattr(e, 'strerror', None) or e}") from e
+    try:
+        yield from read(text)
+    except InvalidInputError as e:
+        raise InvalidInputError(f"{shown(path)}:{e}") from e
+
+
+def shown(path: Path) -> str:
+    """What a file is called."""
+    return "<stdin>" if path == STDIN else str(path)
 
 
 def who_can_read_options(found: argparse.ArgumentParser) -> None:
@@ -148,7 +127,7 @@ def _flat(found: Iterable[Json]) -> Iterator[Json]:
 
 
 def _manifests(given: argparse.Namespace) -> Iterator[Json]:
-    return (obj for _, _, obj in objects(given.filename))
+    return (placed.obj for _, placed in objects(given.filename))
 
 
 def _cluster(given: argparse.Namespace) -> list[Json]:

@@ -2,9 +2,12 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstrata_api import entry
+
+if TYPE_CHECKING:
+    from kvstrata_client.commands.output import Parser
 
 COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
     "up": ("an agent on this machine, without Kubernetes or Redis", entry.up),
@@ -13,7 +16,7 @@ COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
 }
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Add them; their options are their own (`parse_known_args` leaves them over)."""
     for name, (said, _) in COMMANDS.items():
         commands.add_parser(name, add_help=False, help=said).set_defaults(run=_run)

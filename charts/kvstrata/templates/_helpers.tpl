@@ -53,7 +53,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 
 {{/* True when this chart runs Redis. */}}
 {{- define "kvstrata.runsRedis" -}}
-{{- if and .Values.processes.enabled (eq .Values.redis.mode "StatefulSet") }}true{{ end -}}
+{{- if and .Values.processes.enabled (has .Values.redis.mode (list "Embedded" "StatefulSet")) }}true{{ end -}}
 {{- end }}
 
 {{/* Replicas of the metadata service: a Redis that is its child has one address, and a second one would be another directory. */}}

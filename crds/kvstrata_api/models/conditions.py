@@ -21,7 +21,7 @@ class Condition(ApiModel):
     """One observation about an object, in the shape of `metav1.Condition` (KEP-1623)."""
 
     type: str = Field(min_length=1, max_length=316, description="CamelCase name of the condition.")
-    status: Status = Field(description="True, False or Unknown.")
+    status: Status = Field(description="True: the condition holds. False: it does not. Unknown: nobody can tell now.")
     reason: str = Field(
         min_length=1,
         max_length=1024,

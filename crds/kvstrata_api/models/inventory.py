@@ -37,7 +37,9 @@ class NodePages(ApiModel):
 class NodeHugePages(ApiModel):
     """Huge pages of one size."""
 
-    page_size: Literal["2Mi", "1Gi"] = Field(description="Size of a page.")
+    page_size: Literal["2Mi", "1Gi"] = Field(
+        description="Size of a page. 2Mi: the ordinary huge page. 1Gi: the large one, which machines reserve at boot."
+    )
     reason: Text = Field(
         "",
         description="Reserved, or what is in the way: NotPrepared, Fragmented, InsufficientMemory, NeedsReboot, "
@@ -72,7 +74,10 @@ class NodeDax(ApiModel):
 class NodeCxl(ApiModel):
     """Whether CXL tiers in one mode have their dax devices."""
 
-    mode: Literal["NumaNode", "DevDax"] = Field(description="Mode that tiers of some pool ask for.")
+    mode: Literal["NumaNode", "DevDax"] = Field(
+        description="Mode that tiers of some pool ask for. NumaNode: online as memory of a NUMA node. DevDax: a device "
+        "that is mapped."
+    )
     reason: Text = Field(
         "",
         description="Present, or what is in the way: WrongMode (a device has another driver and may not be changed), "

@@ -1,8 +1,8 @@
 """KVOperation: one piece of work that an administrator wants done once, with progress, an end and a way to stop it."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvstrata_api.models.base import ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
 from kvstrata_api.models.conditions import Conditions
@@ -42,12 +42,12 @@ class FlushOperation(ApiModel):
     nodes: OperationNodes | None = Field(None, description="Nodes to flush; absent: all of the pool.")
     tier: Name | None = Field(None, description="Tier of the pool to flush; absent: all.")
     mode: Literal["Drop", "Demote"] = Field(
-        "Drop", description="Drop the blocks, or bring them to the next slower tier that takes them."
+        "Drop", description="Drop: they are removed. Demote: they are brought to the next slower tier that takes them."
     )
 
 
 class EraseOperation(ApiModel):
-    """Erase all blocks of a tenant, as `eraseRequested` of the KVTenant does: keys are shredded, agents confirm."""
+    """Erase all blocks of a tenant: keys are shredded, agents confirm."""
 
     tenant: Name = Field(description="KVTenant. What its engines store from then on has another key.")
 
@@ -93,11 +93,13 @@ class KVOperationSpec(ApiModel):
     """What is to be done. Only `cancel` may change."""
 
     type: Literal["Drain", "Flush", "Erase", "Warm", "Migrate"] = Field(
-        description="What to do; exactly the block of this name is set."
+        description="The block of this name is set, and no other. Drain: nodes or a tier are emptied and kept so. "
+        "Flush: blocks that nobody holds are removed or demoted. Erase: all that a tenant has is made unreadable and "
+        "removed. Warm: prefixes are brought to nodes. Migrate: blocks are brought to another pool."
     )
     pool_ref: Name | None = Field(None, description="Pool; not with Erase, which is for all pools.")
     drain: DrainOperation | None = Field(None, description="Set when type is Drain.")
-    flush: FlushOperation | None = Field(None, description="Set when type is Flush.")
+    flush: FlushOperation | None = Field(None, description="Only for type Flush; absent: all blocks are dropped.")
     erase: EraseOperation | None = Field(None, description="Set when type is Erase.")
     warm: WarmOperation | None = Field(None, description="Set when type is Warm.")
     migrate: MigrateOperation | None = Field(None, description="Set when type is Migrate.")
@@ -108,6 +110,14 @@ class KVOperationSpec(ApiModel):
         None, ge=0, le=31_536_000, description="The object is deleted so long after its end; absent: never."
     )
     cancel: bool = Field(False, description="Stop; what was done stays done, and a drain is undone.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_flush(cls, spec: Any) -> Any:
+        """A Flush has a block, which a manifest may leave out: all its fields have defaults."""
+        if isinstance(spec, dict) and spec.get("type") == "Flush" and spec.get("flush") is None:
+            return {**spec, "flush": {}}
+        return spec
 
 
 class OperationProgress(ApiModel):

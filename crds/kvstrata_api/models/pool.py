@@ -6,9 +6,10 @@ from pydantic import Field, model_validator
 
 from kvstrata_api.models.base import SET, ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
 from kvstrata_api.models.conditions import Conditions
-from kvstrata_api.tiers import CxlMode, Persistence, TierType
+from kvstrata_api.tiers import MEDIA, CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
+DTYPE: Final = "bf16"
 ANY: Final = "*"
 """Model or revision of a pool that serves each engine its own: both are in the layout id, so no block is taken for
 another's."""
@@ -34,25 +35,34 @@ NVME_PATHS_MAX: Final = 16
 class Compatibility(ApiModel):
     """What makes KV blocks of equal tokens equal bytes; enters the layout id together with the engine's geometry."""
 
-    model: str = Field(min_length=1, max_length=253, description="Model name, as the engine knows it; * for any.")
-    revision: str = Field(min_length=1, max_length=128, description="Revision of the weights; * for any.")
+    model: str = Field(ANY, min_length=1, max_length=253, description="Model name, as the engine knows it; * for any.")
+    revision: str = Field(ANY, min_length=1, max_length=128, description="Revision of the weights; * for any.")
     dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"] = Field(
-        description="Element type of the KV cache."
+        DTYPE,
+        description="Element type of the KV cache; engines with another one are refused. bf16 and fp16: floats of two "
+        "bytes. fp32: floats of four. fp8_e4m3 and fp8_e5m2: floats of one byte. int8: integers of one byte, as the "
+        "engine scales them.",
     )
     block_tokens: int = Field(BLOCK_TOKENS, ge=1, le=1024, description="Tokens in one block.")
 
 
 class HbmTier(ApiModel):
-    """GPU memory."""
-
-    devices: Literal["All"] = Field("All", description="Which GPUs of the node take part: all, so far.")
+    """GPU memory: all GPUs of the node take part, and there is nothing to set."""
 
 
 class HostDramTier(ApiModel):
     """Host memory."""
 
-    page_size: Literal["4Ki", "2Mi", "1Gi"] = Field(PAGE_SIZE, description="Page size; falls back with a condition.")
-    numa: Literal["Spread", "Local"] = Field("Spread", description="Over all NUMA nodes, or on the first.")
+    page_size: Literal["4Ki", "2Mi", "1Gi"] = Field(
+        PAGE_SIZE,
+        description="2Mi and 1Gi: huge pages of the node; where it has too few, 4Ki with a condition. 4Ki: ordinary "
+        "pages, which every node has.",
+    )
+    numa: Literal["Spread", "Local"] = Field(
+        "Spread",
+        description="Spread: interleaved over all NUMA nodes with processors. Local: on the first of them, whose "
+        "memory has to hold all of it.",
+    )
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
 
 
@@ -92,7 +102,9 @@ class NvmeTier(ApiModel):
         "its own blocks. Either this or path.",
     )
     io: Literal["Auto", "Uring", "Posix"] = Field(
-        "Auto", description="Auto measures both at start; Uring falls back to Posix with a condition."
+        "Auto",
+        description="Auto: measures both at start and takes the faster. Uring: io_uring through NIXL, or Posix with a "
+        "condition where that does not work. Posix: threads that read and write.",
     )
 
     @property
@@ -122,14 +134,20 @@ class ObjectTier(ApiModel):
         pattern=r"^(s3|gs|az|file)://.+$",
         description="s3://, gs://, az:// or file:// URL.",
     )
-    secret_ref: SecretRef | None = Field(None, description="Credentials; absent for file:// and ambient identity.")
+    secret_ref: SecretRef | None = Field(
+        None,
+        description="Settings of the store's client by their names, such as aws_access_key_id, aws_secret_access_key, "
+        "aws_region and aws_endpoint; read when the tier is opened. Absent for file:// and ambient identity.",
+    )
 
 
 class Encryption(ApiModel):
     """Encryption of bytes at rest."""
 
     type: Literal["None", "AESGCM"] = Field(
-        "None", description="AESGCM: AES-256-GCM per trust scope, for NVMe, RemoteFlash and Object."
+        "None",
+        description="None: bytes lie as they are. AESGCM: sealed by AES-256-GCM under a key of their trust scope; for "
+        "NVMe, RemoteFlash and Object.",
     )
 
 
@@ -148,6 +166,23 @@ class TierAutoscale(ApiModel):
     cooldown_seconds: int = Field(300, ge=10, le=86_400, description="Between two steps of a tier.")
 
 
+TIER_NAMES: Final = {
+    TierType.HBM: "hbm",
+    TierType.HOST_DRAM: "dram",
+    TierType.CXL: "cxl",
+    TierType.NVME: "nvme",
+    TierType.REMOTE_FLASH: "flash",
+    TierType.OBJECT: "object",
+}
+"""What a tier is called that has no name."""
+
+
+def with_name(tier: Any) -> Any:
+    """A tier's JSON with its name, where a manifest leaves that out."""
+    of = tier.get("type") if isinstance(tier, dict) and tier.get("name") is None else None
+    return {**tier, "name": TIER_NAMES[TierType(of)]} if isinstance(of, str) and of in {*TIER_NAMES} else tier
+
+
 _OPTIONAL_BLOCKS: Final = {TierType.HBM: ("hbm", "hbm"), TierType.HOST_DRAM: ("host_dram", "hostDRAM")}
 
 
@@ -162,8 +197,12 @@ def with_block(tier: Any) -> Any:
 class PoolTier(ApiModel):
     """One tier of a pool; no block but the one that matches `type` is set."""
 
-    name: Name = Field(description="Unique in the pool; label value in metrics.")
-    type: TierType = Field(description="Medium; immutable.")
+    name: Name = Field(
+        "",
+        description="Unique in the pool; label value in metrics, and what quotas and operations name. Absent: hbm, "
+        "dram, cxl, nvme, flash or object, by type.",
+    )
+    type: TierType = Field(description=f"Medium; immutable. {MEDIA}")
     capacity_per_node: Quantity | None = Field(None, description="Bytes on each node (not RemoteFlash, Object).")
     capacity: Quantity | None = Field(None, description="Bytes in all (only RemoteFlash and Object).")
     autoscale: TierAutoscale | None = Field(
@@ -180,6 +219,7 @@ class PoolTier(ApiModel):
     encryption: Encryption = Field(Encryption(), description="Encryption at rest of this tier.")
 
     _block = model_validator(mode="before")(with_block)
+    _name = model_validator(mode="before")(with_name)
 
 
 class EvictionPolicy(ApiModel):
@@ -233,7 +273,13 @@ class RecomputePolicy(ApiModel):
         "CostModel",
         description="CostModel: what is slower to fetch than to compute is computed. AlwaysFetch: all is fetched.",
     )
-    prefill_tokens_per_second: int = Field(12_000, ge=1, le=100_000_000, description="The engine's prefill rate.")
+    prefill_tokens_per_second: int | None = Field(
+        None,
+        ge=1,
+        le=100_000_000,
+        description="Tokens of prompts that an engine computes in a second, until it reports its own rate. Absent: as "
+        "agents see it from outside; until they have seen some prompts, everything is fetched.",
+    )
 
 
 class RetentionPolicy(ApiModel):
@@ -264,7 +310,11 @@ class CalibratedLayout(ApiModel):
 class CompressionPolicy(ApiModel):
     """How blocks are stored below memory."""
 
-    mode: Literal["None", "Lossless", "Auto"] = Field("Lossless", description="None, Lossless or Auto.")
+    mode: Literal["None", "Lossless", "Auto"] = Field(
+        "Lossless",
+        description="None: blocks are stored as they are. Lossless: packed, and read back bit for bit. Auto: the same "
+        "until maxRelativeErrorPermille is above 0; then in the smallest form that keeps within that error.",
+    )
     max_relative_error_permille: int = Field(
         0, ge=0, le=500, description="Permitted error of lossy codecs; only mode Auto has any."
     )
@@ -295,7 +345,9 @@ class RedisSpec(ApiModel):
     """Where the directory lives."""
 
     mode: Literal["Embedded", "External"] = Field(
-        "Embedded", description="Run by kvstrata, or by others; must be what the release was installed with."
+        "Embedded",
+        description="Embedded: kvstrata runs it. External: others run it, and the Secret of `external` says where. Has "
+        "to be what the release was installed with.",
     )
     external: RedisExternal | None = Field(None, description="Set exactly when mode is External.")
 
@@ -309,7 +361,10 @@ class MetadataSpec(ApiModel):
 class DrainSpec(ApiModel):
     """What an agent does with its blocks before it stops."""
 
-    mode: Literal["Demote", "Drop"] = Field("Demote", description="Demote to a tier that survives, or drop.")
+    mode: Literal["Demote", "Drop"] = Field(
+        "Demote",
+        description="Demote: blocks are brought to a tier that survives the agent first. Drop: they go with the agent.",
+    )
     timeout_seconds: int = Field(300, ge=0, le=86_400, description="Bound on the drain.")
 
 
@@ -335,10 +390,15 @@ class Toleration(ApiModel):
     """One taint that the agents tolerate; the fields mean what they mean in a pod."""
 
     key: str | None = Field(None, max_length=316, description="Taint key; absent with operator Exists: every key.")
-    operator: Literal["Exists", "Equal"] = Field("Equal", description="Whether the value counts.")
+    operator: Literal["Exists", "Equal"] = Field(
+        "Equal",
+        description="Equal: taints of this key and value are tolerated. Exists: those of this key with any value.",
+    )
     value: LabelValue | None = Field(None, description="Taint value; only with operator Equal.")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        None, description="Taint effect; absent: every effect."
+        None,
+        description="Absent: every effect. NoSchedule: taints that keep new pods off. PreferNoSchedule: that keep them "
+        "off where there is another node. NoExecute: that evict running pods too.",
     )
     toleration_seconds: int | None = Field(
         None, ge=0, le=31_536_000, description="For how long a NoExecute taint is tolerated; absent: for ever."
@@ -352,7 +412,9 @@ class KVPoolSpec(ApiModel):
         {}, max_length=64, description="Labels of the nodes; empty selects all."
     )
     tolerations: tuple[Toleration, ...] = Field((), max_length=32, description="Tolerations of the agents.")
-    compatibility: Compatibility = Field(description="Model identity; immutable.")
+    compatibility: Compatibility = Field(
+        Compatibility(), description="Model identity; immutable. Absent: any model, with KV in bf16."
+    )
     tiers: tuple[PoolTier, ...] = Field(min_length=1, max_length=8, description="Fast to slow, unique names.")
     policy: PoolPolicy = Field(PoolPolicy(), description="What to keep and where.")
     metadata: MetadataSpec = Field(MetadataSpec(), description="Directory.")

@@ -19,7 +19,7 @@ from kvstrata_api.models.pool import (
     RemoteFlashTier,
     with_block,
 )
-from kvstrata_api.tiers import TierType
+from kvstrata_api.tiers import MEDIA, TierType
 
 NumaNode = Annotated[int, Field(ge=0, le=4095)]
 
@@ -39,7 +39,7 @@ class NodeTier(ApiModel):
     """One tier of the pool, resolved for this node."""
 
     name: Name = Field(description="Tier name of the pool.")
-    type: TierType = Field(description="Medium.")
+    type: TierType = Field(description=MEDIA)
     capacity_bytes: int = Field(
         ge=1, le=COUNT_MAX, description="Bytes on this node; for shared tiers this node's share."
     )
@@ -58,7 +58,10 @@ class NodeDrain(ApiModel):
     """Request to empty this node's agent."""
 
     requested: bool = Field(False, description="Whether the agent should empty itself.")
-    mode: Literal["Demote", "Drop"] = Field("Demote", description="Demote to a tier that survives, or drop.")
+    mode: Literal["Demote", "Drop"] = Field(
+        "Demote",
+        description="Demote: blocks are brought to a tier that survives the agent first. Drop: they go with the agent.",
+    )
     deadline: Text = Field("", description="RFC 3339; empty when nothing is requested.")
 
 
@@ -66,7 +69,9 @@ class FlushOrder(ApiModel):
     """Take blocks away that nobody holds."""
 
     tier: Name | None = Field(None, description="Tier; absent: all.")
-    mode: Literal["Drop", "Demote"] = Field("Drop", description="Drop, or bring to the next slower tier.")
+    mode: Literal["Drop", "Demote"] = Field(
+        "Drop", description="Drop: they are removed. Demote: they are brought to the next slower tier that takes them."
+    )
 
 
 class TierDrainOrder(ApiModel):
@@ -102,7 +107,9 @@ class NodeOrder(ApiModel):
 
     uid: Text = Field(description="Uid of the KVOperation.")
     type: Literal["Drain", "Flush", "Warm", "Migrate"] = Field(
-        description="What to do; exactly the block of this name is set."
+        description="Exactly the block of this name is set. Drain: a tier is emptied and kept so. Flush: blocks that "
+        "nobody holds are removed or demoted. Warm: prefixes are brought here. Migrate: blocks are brought to another "
+        "pool."
     )
     drain: TierDrainOrder | None = Field(None, description="Set when type is Drain.")
     flush: FlushOrder | None = Field(None, description="Set when type is Flush.")
@@ -156,9 +163,11 @@ class NodeTierStatus(ApiModel):
     """One tier as it is."""
 
     name: Name = Field(description="Tier name.")
-    type: TierType = Field(description="Medium that was asked for.")
+    type: TierType = Field(description=f"Medium that was asked for. {MEDIA}")
     phase: Literal["Pending", "Ready", "Degraded", "Failed", "Draining"] = Field(
-        "Pending", description="State of the tier."
+        "Pending",
+        description="Pending: it is being set up. Ready: it serves. Degraded: it serves, with fewer devices or after "
+        "errors. Failed: it takes no blocks; lastError says why. Draining: it is being closed.",
     )
     medium: Text = Field("", description="What really holds the bytes, such as memfd-2Mi, file-uring or emulated-cxl.")
     emulated: bool = Field(False, description="True when the medium is played by another one.")
@@ -226,7 +235,9 @@ class OrderAnswer(ApiModel):
     """How far the agent has come with one order; gone when the order is."""
 
     uid: Text = Field(description="Uid of the KVOperation.")
-    phase: Literal["Running", "Done", "Failed"] = Field(description="State of the order on this node.")
+    phase: Literal["Running", "Done", "Failed"] = Field(
+        description="Running: under way. Done: all of it is done. Failed: it has ended without, for the reason."
+    )
     reason: Text = Field("", description="CamelCase cause of Failed.")
     message: str = Field("", max_length=256, description="The same for people, with numbers.")
     blocks_done: Count = Field(0, description="Blocks that were dealt with, to within an eighth.")

@@ -84,7 +84,8 @@ class KVTenantSpec(ApiModel):
     erase_requested: str | None = Field(
         None,
         max_length=64,
-        description="Any new value erases all blocks of the tenant; written back when done.",
+        description="Written by KVOperations of type Erase, which are the way to erase a tenant; by hand only in files "
+        "of kvstrata up, where any new value erases all its blocks. status.lastErase has the last value that is done.",
     )
 
 
@@ -132,7 +133,8 @@ class KVTrustDomainSpec(ApiModel):
     )
     sharing: Literal["Private", "ListedPrefixes", "All"] = Field(
         "Private",
-        description="What members read of each other: nothing, only what a KVPrefixShare lists, or every prefix.",
+        description="What members read of each other. Private: nothing. ListedPrefixes: what a KVPrefixShare lists. "
+        "All: every prefix.",
     )
     publishers: tuple[Name, ...] = Field(
         (),

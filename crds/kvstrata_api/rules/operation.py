@@ -2,17 +2,20 @@
 
 from typing import Final
 
-from kvstrata_api.rules.rule import AnyRule, Json, Rule, Transition, exactly_when
+from kvstrata_api.rules.rule import AnyRule, Json, Rule, Transition, exactly_when, only_when
 
 BLOCK_OF_TYPE: Final = {"Drain": "drain", "Flush": "flush", "Erase": "erase", "Warm": "warm", "Migrate": "migrate"}
 """The block that each type takes."""
 _FIXED: Final = ("type", "poolRef", *BLOCK_OF_TYPE.values(), "timeoutSeconds", "ttlSecondsAfterFinished")
 
 
+OPTIONAL_BLOCKS: Final = ("Flush",)
+"""Types whose block has a default for every field, and may be left out."""
+
+
 def _block_matches(type_: str, field: str) -> Rule:
-    return exactly_when(
-        field, f"self.type == '{type_}'", f"type is {type_}", lambda spec: bool(spec["type"] == type_), "spec"
-    )
+    made = only_when if type_ in OPTIONAL_BLOCKS else exactly_when
+    return made(field, f"self.type == '{type_}'", f"type is {type_}", lambda spec: bool(spec["type"] == type_), "spec")
 
 
 def _stays(field: str) -> Transition:

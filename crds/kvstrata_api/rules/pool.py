@@ -4,10 +4,13 @@ from typing import Any, Final
 
 from kvstrata_api import names, units
 from kvstrata_api.models.pool import (
+    ANY,
     BLOCK_TOKENS,
+    DTYPE,
     HIGH_WATERMARK_PERCENT,
     LOW_WATERMARK_PERCENT,
     PAGE_SIZE,
+    TIER_NAMES,
 )
 from kvstrata_api.rules.rule import AnyRule, Json, Rule, Transition, exactly_when, only_when, size_bytes, unique
 
@@ -139,13 +142,29 @@ def _nvme_paths_differ(spec: Json) -> bool:
     return len(set(paths)) == len(paths)
 
 
+def _name(tier: Json) -> str:
+    return str(tier.get("name", TIER_NAMES[tier["type"]]))
+
+
+def _cel_name(tier: str) -> str:
+    """The same in CEL. Not by a map: its values have no length that the API server knows."""
+    by_type = " : ".join(f"{tier}.type == '{type_}' ? '{name}'" for type_, name in TIER_NAMES.items())
+    return f"(has({tier}.name) ? {tier}.name : {by_type} : '')"
+
+
 def _types_stay(new: list[Json], old: list[Json]) -> bool:
-    before = {tier["name"]: tier["type"] for tier in old}
-    return all(before.get(tier["name"], tier["type"]) == tier["type"] for tier in new)
+    before = {_name(tier): tier["type"] for tier in old}
+    return all(before.get(_name(tier), tier["type"]) == tier["type"] for tier in new)
 
 
 TIERS: Final[list[AnyRule]] = [
-    unique("spec", "tiers", ("name",), "names"),
+    Rule(
+        "spec",
+        f"self.tiers.all(a, self.tiers.exists_one(b, {_cel_name('a')} == {_cel_name('b')}))",
+        "tiers must have unique names; one without a name is called by its type",
+        lambda spec: len({_name(tier) for tier in spec["tiers"]}) == len(spec["tiers"]),
+        "tiers",
+    ),
     Rule(
         "spec",
         "self.tiers.filter(t, t.type == 'HBM').size() <= 1",
@@ -165,18 +184,28 @@ TIERS: Final[list[AnyRule]] = [
     ),
     Transition(
         "spec.tiers",
-        "self.all(t, oldSelf.all(o, o.name != t.name || o.type == t.type))",
+        f"self.all(t, oldSelf.all(o, {_cel_name('o')} != {_cel_name('t')} || o.type == t.type))",
         "type of an existing tier is immutable: give the new tier another name",
         _types_stay,
     ),
 ]
 
 
-def _same_compatibility(new: Json, old: Json) -> bool:
-    def full(compatibility: Json) -> Json:
-        return {"blockTokens": BLOCK_TOKENS} | compatibility
+_COMPATIBILITY: Final[Json] = {"model": ANY, "revision": ANY, "dtype": DTYPE, "blockTokens": BLOCK_TOKENS}
+"""What each field means that is left out."""
 
-    return full(new) == full(old)
+
+def _same_compatibility(new: Json, old: Json) -> bool:
+    return bool(_COMPATIBILITY | new.get("compatibility", {}) == _COMPATIBILITY | old.get("compatibility", {}))
+
+
+def _cel_same(field: str, default: Any) -> str:
+    """Not by optionals: their estimated cost has no bound."""
+    meant = (
+        f"(has({at}.compatibility) && has({at}.compatibility.{field}) ? {at}.compatibility.{field} : {default!r})"
+        for at in ("self", "oldSelf")
+    )
+    return " == ".join(meant)
 
 
 def _high_is_above_low(eviction: Json) -> bool:
@@ -200,11 +229,11 @@ POOL: Final[list[AnyRule]] = [
     *TIER,
     *TIERS,
     Transition(
-        "spec.compatibility",
-        "self.model == oldSelf.model && self.revision == oldSelf.revision && self.dtype == oldSelf.dtype && "
-        f"self.?blockTokens.orValue({BLOCK_TOKENS}) == oldSelf.?blockTokens.orValue({BLOCK_TOKENS})",
+        "spec",
+        " && ".join(_cel_same(field, default) for field, default in _COMPATIBILITY.items()),
         "compatibility is immutable: make another pool for another model or block size",
         _same_compatibility,
+        "compatibility",
     ),
     Rule(
         "spec.policy.eviction",

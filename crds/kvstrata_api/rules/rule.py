@@ -68,7 +68,7 @@ def places(obj: Any, path: str, at: str = "") -> Iterator[tuple[str, Any]]:
     if not head.endswith("[]"):
         yield from places(value, rest, where)
         return
-    for index, item in enumerate(value):
+    for index, item in enumerate(value if isinstance(value, list | tuple) else ()):
         yield from places(item, rest, f"{where}[{index}]")
 
 

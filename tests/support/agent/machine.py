@@ -24,7 +24,7 @@ def pool_of(home: Path, port: int, tiers: Sequence[Json], options: Sequence[str]
     """An agent that was not started yet, with a pool that is named after its folder."""
     home.mkdir()
     up = Up(home, ("--metrics-port", str(port), *options), pool=home.name)
-    policy = {"recompute": {"type": "AlwaysFetch"}, **policy}
+    policy = {"recompute": {"type": "AlwaysFetch", "prefillTokensPerSecond": 12_000}, **policy}
     compatibility = {"model": "*", "revision": "*", "dtype": "bf16"}
     up.declare(declared("KVPool", up.pool, {"compatibility": compatibility, "tiers": [*tiers], "policy": policy}))
     return up

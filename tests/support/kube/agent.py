@@ -111,7 +111,7 @@ class Agent:
             {k: v for k, v in t.items() if k != "capacityBytes"} | {"capacityPerNode": str(t["capacityBytes"])}
             for t in tiers
         ]
-        policy = {"recompute": {"type": "AlwaysFetch"}, **policy}
+        policy = {"recompute": {"type": "AlwaysFetch", "prefillTokensPerSecond": 12_000}, **policy}
         spec = {"compatibility": compatibility, "tiers": pool_tiers, "policy": policy}
         self.plane.api.post(f"{GROUP}/kvpools", custom("KVPool", self.pool, spec))
         node_spec = {"poolRef": self.pool, "nodeName": self.node, "tiers": tiers, "revision": "r1"}

@@ -221,6 +221,8 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
     ("kvpool-all-fields", (*_tier(2), "cxl", "mode"), "DevDax", "spec.tiers[2].cxl.emulated"),
     ("kvpool-all-fields", (*_tier(2), "cxl", "emulated"), GONE, "spec.tiers[2].cxl.emulated"),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_DRAM, "name": "dram"}], "spec.tiers"),
+    ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {k: v for k, v in _DRAM.items() if k != "name"}], "spec.tiers"),
+    ("kvpool-minimal", ("spec", "tiers"), [{"type": "HostDRAM", "capacityPerNode": "1Gi"}] * 2, "spec.tiers"),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_TIERS[0], "name": "hbm2"}], "spec.tiers"),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_TIERS[3], "name": "nvme2"}], "spec.tiers"),
     (
@@ -295,7 +297,7 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
     ("kvprefixshare", ("spec", "to", 1), {"tenant": "team-c"}, "spec.to"),
     ("kvprefixshare", ("spec", "to"), [{"domain": "research"}] * 3, "spec.to"),
     ("kvoperation", ("spec", "type"), "Drain", "spec.drain"),
-    ("kvoperation", ("spec", "flush"), GONE, "spec.flush"),
+    ("kvoperation", ("spec",), {"type": "Erase", "erase": {"tenant": "a"}, "flush": {}}, "spec.flush"),
     ("kvoperation", ("spec", "drain"), {"nodes": {"names": ["worker-1"]}}, "spec.drain"),
     ("kvoperation", ("spec",), {"type": "Drain", "poolRef": "p", "drain": {"nodes": {}}}, "spec.drain.nodes.names"),
     ("kvoperation", ("spec", "erase"), {"tenant": "team-a"}, "spec.erase"),

@@ -77,7 +77,7 @@ def declare(plane: ControlPlane, agent: Agent, tiers: list[Json]) -> None:
     ]
     compatibility = {"model": "m", "revision": "r", "dtype": "bf16", "blockTokens": 16}
     spec = {"nodeSelector": {"for": agent.pool}, "compatibility": compatibility, "tiers": wanted}
-    spec |= {"policy": {"recompute": {"type": "AlwaysFetch"}}}
+    spec |= {"policy": {"recompute": {"type": "AlwaysFetch", "prefillTokensPerSecond": 12_000}}}
     plane.api.post(f"{GROUP}/kvpools", custom("KVPool", agent.pool, spec))
 
 

@@ -29,12 +29,15 @@ _MOST: Final = ("maximum", "maxLength", "maxItems", "maxProperties")
 
 KNOWN: Final = {
     "KVPool.spec: tenancy is gone",
+    "KVPool.spec.tiers[].hbm: devices is gone",
+    "KVPoolNode.spec.tiers[].hbm: devices is gone",
     "KVPoolNode.status.tiers[].devices: maxItems 64 is 16 now",
     "KVPoolNode.status.tiers[].devices[]: type 'string' is 'object' now",
     "KVPoolNode.status.tiers[].devices[]: required has ['name'] now",
 }
 """What did change. Devices: agents write the whole list anew when they start, nothing reads it from an earlier one.
-`tenancy.defaultAccess` had no effect with any value (docs/decisions/009); stored objects lose it."""
+`tenancy.defaultAccess` had no effect with any value (docs/decisions/009), `hbm.devices` had one value
+(docs/decisions/159); stored objects lose them."""
 
 
 def narrowed(path: str, old: Schema, new: Schema) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Laws of the generated CRDs: current, described, bounded, and understood by our own validation."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,22 @@ def test_every_field_of_an_object_is_described(kind: Kind) -> None:
     for path, node in own_nodes(kind):
         for name, child in node.get("properties", {}).items():
             assert child.get("description"), f"{path}.{name}"
+
+
+def explained(description: str) -> set[str]:
+    """Values that a description explains: `A: what it does.`, or `A and B: what both do.`"""
+    heads = re.findall(r"(?:^|(?<=[.;] ))((?:\w+, )*\w+(?: and \w+)?): ", description)
+    return {value for head in heads for value in re.split(", | and ", head)}
+
+
+@every_kind
+def test_every_value_of_an_enumeration_says_what_it_does(kind: Kind) -> None:
+    bare = {
+        path: missing
+        for path, node in own_nodes(kind)
+        if "enum" in node and (missing := set(node["enum"]) - explained(node["description"]))
+    }
+    assert bare == {}
 
 
 @every_kind

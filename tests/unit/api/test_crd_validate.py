@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from kvstrata_api import names, validate
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.operation import FlushOperation, KVOperation
+from kvstrata_api.models.pool import TIER_NAMES, Compatibility, HostDramTier, KVPool
 from kvstrata_api.rules.rule import AnyRule, Transition
 from kvstrata_api.schema_kinds import BY_NAME, KINDS
+from kvstrata_api.tiers import TierType
 from support.kube import bad_manifests, manifest_strategies
 
 pytestmark = pytest.mark.unit
@@ -54,6 +57,31 @@ def test_a_tier_without_the_block_of_its_defaults_is_as_one_with_an_empty_one(ti
 
     assert validate.validate(without) == []
     assert validate.parse("KVPool", without) == validate.parse("KVPool", empty)
+
+
+def test_the_least_that_may_be_written_means_what_its_defaults_say() -> None:
+    """A pool of one tier, a tenant of one namespace, a flush of a pool."""
+    pool = validate.parse("KVPool", EXAMPLES["kvpool-minimal"])
+    assert isinstance(pool, KVPool)
+    assert EXAMPLES["kvpool-minimal"]["spec"] == {"tiers": [{"type": "HostDRAM", "capacityPerNode": "1Gi"}]}
+    assert pool.spec.compatibility == Compatibility(model="*", revision="*", dtype="bf16", block_tokens=16)
+    assert [(t.name, t.host_dram) for t in pool.spec.tiers] == [("dram", HostDramTier())]
+    assert pool.spec.policy.recompute.prefill_tokens_per_second is None
+
+    flush = validate.parse("KVOperation", EXAMPLES["kvoperation-minimal"])
+    assert isinstance(flush, KVOperation)
+    assert flush.spec.flush == FlushOperation()
+
+
+@pytest.mark.parametrize("type_", [*TIER_NAMES])
+def test_a_tier_without_a_name_is_called_by_its_type_and_may_be_given_that_name_later(type_: TierType) -> None:
+    tiers = EXAMPLES["kvpool-all-fields"]["spec"]["tiers"]
+    at = next(i for i, tier in enumerate(tiers) if tier["type"] == type_)
+    named = bad_manifests.with_value(EXAMPLES["kvpool-all-fields"], ("spec", "tiers", at, "name"), TIER_NAMES[type_])
+    bare = bad_manifests.with_value(named, ("spec", "tiers", at, "name"), bad_manifests.GONE)
+
+    assert validate.validate(bare, named) == validate.validate(named, bare) == []
+    assert validate.parse("KVPool", bare) == validate.parse("KVPool", named)
 
 
 @pytest.mark.parametrize("bad", BAD[:: len(BAD) // 20], ids=lambda b: b.name)
@@ -110,11 +138,17 @@ def test_an_update_to_itself_breaks_no_rule_about_changes(old: Json, new: Json) 
 
 
 POOL = EXAMPLES["kvpool"]
+MINIMAL = EXAMPLES["kvpool-minimal"]
+_NVME = {"name": "dram", "type": "NVMe", "capacityPerNode": "1Gi", "nvme": {"path": "/a"}}
 DOMAIN = EXAMPLES["kvtrustdomain"]
 OPERATION = EXAMPLES["kvoperation"]
 UPDATES: list[tuple[str, Json, tuple[str | int, ...], Any, str | None]] = [
     ("compatibility", POOL, ("spec", "compatibility", "revision"), "d4e5f6", "spec.compatibility"),
     ("block size", POOL, ("spec", "compatibility", "blockTokens"), 32, "spec.compatibility"),
+    ("no model where there was one", POOL, ("spec", "compatibility"), bad_manifests.GONE, "spec.compatibility"),
+    ("a model where there was none", MINIMAL, ("spec", "compatibility"), {"model": "tiny"}, "spec.compatibility"),
+    ("another type by its name", MINIMAL, ("spec", "tiers", 0), _NVME, "spec.tiers"),
+    ("what was meant anyway", MINIMAL, ("spec", "compatibility"), {"model": "*", "dtype": "bf16"}, None),
     ("default block size", POOL, ("spec", "compatibility", "blockTokens"), bad_manifests.GONE, None),
     ("tier type", POOL, ("spec", "tiers", 2, "name"), "dram0", None),
     (

@@ -63,9 +63,9 @@ def test_a_bad_manifest_is_named_with_its_field(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("text", ["a: [", "- 1", "text"])
 def test_what_is_no_manifest_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
-    code, _, err = run(capsys, "validate", "-f", str(tmp_path / "x.yaml"))
+    code, out, err = run(capsys, "validate", "-f", str(tmp_path / "x.yaml"))
 
-    assert (code, "Error" in err, err.startswith("kvstrata: ")) == (1, False, True)
+    assert (code, err, out.startswith(f"{tmp_path}/x.yaml:1: ")) == (1, "", True), out
 
 
 def test_files_without_our_objects_are_no_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -74,13 +74,57 @@ def test_files_without_our_objects_are_no_success(capsys: pytest.CaptureFixture[
     assert run(capsys, "validate", "-f", str(tmp_path / "x.yaml"))[0] == 1
 
 
+LAYOUT = "--layout FILE (or --model and --revision, as in the pool)"
+KEYS_LAYOUT = "--layout FILE (of the engine: --model names no block)"
+POOL = "--pool (or KVSTRATA_POOL)"
+REQUIRED = {
+    "stats": (POOL, LAYOUT),
+    "explain": ("one of --session --digest --tree", POOL, LAYOUT),
+    "session": ("name", POOL, LAYOUT),
+    "lookup": ("tokens", POOL, KEYS_LAYOUT),
+    "route-hint": ("tokens", POOL, KEYS_LAYOUT),
+    "why-miss": ("tokens", POOL, KEYS_LAYOUT),
+    "probe": (POOL, LAYOUT),
+    "validate": ("-f/--filename",),
+    "who-can-read": ("one of digest --tenant --domain --share",),
+    "install": ("--check",),
+    "capacity": ("config",),
+    "digest": ("give token ids, --tokens, --text or --text-file",),
+    "calibrate": ("file",),
+}
+"""What each command needs, in the words of its error; every other one can do something without options."""
+NEED_NOTHING = {"status", "top", "tenants", "support-bundle", "fleet", "doctor", "conformance", "docs"}
+
+
+def test_every_command_says_whether_it_needs_options() -> None:
+    assert REQUIRED.keys() | NEED_NOTHING == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", REQUIRED)
+def test_a_command_without_options_names_all_that_are_missing_and_ends_with_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    for name in ("KVSTRATA_POOL", "KVSTRATA_SOCKET", "KVSTRATA_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = run(capsys, command)
+
+    assert (code, out) == (2, "")
+    assert [what for what in REQUIRED[command] if what not in err] == []
+    assert "Traceback" not in err
+
+
+def test_a_model_and_revision_name_a_pool_and_no_block(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ("--pool", "p", "--model", "m", "--revision", "r")
+    for command in ("lookup", "why-miss", "route-hint"):
+        code, _, err = run(capsys, command, *named, "tokens.json")
+        assert (code, KEYS_LAYOUT in err, POOL in err) == (2, True, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("stats",), "--pool"),
-        (("stats", "--pool", "p"), "--layout FILE, or --model and --revision"),
         (("stats", "--pool", "p", "--layout", "/nowhere.json"), "/nowhere.json"),
-        (("lookup", "--pool", "p", "/nowhere.json"), "a JSON list of token ids wanted"),
+        (("lookup", "--pool", "p", "--layout", "l.json", "/nowhere.json"), "a JSON list of token ids wanted"),
     ],
 )
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
@@ -158,6 +202,6 @@ def test_top_without_its_package_says_what_to_install_and_what_does_without(
 def test_top_names_what_is_wrong(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
     code, _, err = run(capsys, "top", option, value)
 
-    assert code == 1
-    assert err.startswith(f"kvstrata: {option} ")
+    assert code == 2
+    assert err.startswith(f"kvstrata top: {option} ")
     assert "wanted" in err

@@ -14,6 +14,7 @@ import yaml
 
 from kvstrata_api import names, trust
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.manifest_text import read
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
@@ -51,21 +52,12 @@ class Manifest:
 def parse(text: str, source: str) -> list[Json]:
     """Return the objects of a YAML text, those of lists included.
 
-    Raises `InvalidInputError` for what is no YAML, or no mapping.
+    Raises `InvalidInputError` with the line of what is no YAML, or no mapping.
     """
     try:
-        documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as e:
-        raise InvalidInputError(f"{source}: {e}") from e
-    found: list[Json] = []
-    for number, document in enumerate(documents, start=1):
-        if document is None:
-            continue
-        if not isinstance(document, Mapping):
-            raise InvalidInputError(f"{source} object {number}: {type(document).__name__}, a mapping wanted")
-        items = document.get("items")
-        found += [o for o in items if isinstance(o, Mapping)] if isinstance(items, list) else [document]
-    return found
+        return [placed.obj for placed in read(text)]
+    except InvalidInputError as e:
+        raise InvalidInputError(f"{source}:{e}") from e
 
 
 def manifest_of(
@@ -179,7 +171,8 @@ def _notes(pool: Json, objects: Iterable[Json]) -> Iterator[str]:
             yield f"KVPool/{_meta(obj).get('name')} is passed over: another pool was chosen"
     for tier in pool["spec"]["tiers"]:
         if tier.get("autoscale"):
-            yield f"tier {tier['name']}: autoscale has no effect on one machine, capacityPerNode counts"
+            name = tier.get("name", tier["type"])
+            yield f"tier {name}: autoscale has no effect on one machine, capacityPerNode counts"
 
 
 def _contested(found: Manifest) -> Iterator[str]:

@@ -151,6 +151,7 @@ class StandaloneWorld:
         self.desired = KubeDesired(pool, node, self._pools, self._nodes, self._signal)
         self.authenticator = LocalAuthenticator(self._view, tokens)
         self.users = self.authenticator
+        self.read_secret = None
         self.tenants = TenantView(self._stores, self._view, pool)
         self.keyring = Keyring(self._view, self._stores.secrets, names.SYSTEM_NAMESPACE, lambda: self._keks.keks)
         self.status = StatusFile(state_dir / STATUS_FILE, self._declared_node, self._reported)

@@ -57,7 +57,9 @@ class Running:
             deletion_policy="Retain",
         )
         status = SimpleNamespace(report=self.told.append)
-        self.world = cast("FleetWorld", SimpleNamespace(desired=self.desired, status=status, keyring=None))
+        self.world = cast(
+            "FleetWorld", SimpleNamespace(desired=self.desired, status=status, keyring=None, read_secret=None)
+        )
         named = ["--pool", "p", "--node", "n", "--socket", str(folder / "s"), "--state-dir", str(folder)]
         self.process = AgentProcess(config.parse(named), in_cluster)
         self.process._facts = discover()

@@ -80,7 +80,7 @@ def test_a_manifest_is_what_kubectl_apply_takes_with_lists_and_other_objects() -
         ([pool(), declared("KVPool", "two", pool()["spec"])], "2 KVPools declared (one, two)"),
         ([pool(), tenant("a", "token/a"), tenant("a", "token/a")], "KVTenant/a: declared 2 times"),
         ([pool(), declared("KVOperation", "o", {})], "KVOperation/o: one machine takes KVPool"),
-        ([declared("KVPool", "one", {"tiers": []})], "spec.compatibility"),
+        ([declared("KVPool", "one", {"tiers": []})], "spec.tiers"),
         ([pool(), tenant("a", "token/x"), tenant("b", "token/x")], "ServiceAccount token/x: claimed by KVTenants a, b"),
         (
             [pool(), tenant("a", "token/a", quotas=[{"poolRef": "one", "tier": "cxl", "hard": "1Gi"}])],

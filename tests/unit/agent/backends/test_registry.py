@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_api.errors import InvalidInputError, UnsupportedError
+from kvstrata_api.errors import BackendFailedError, InvalidInputError, UnsupportedError
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_node.discovery import discover
 from support.agent.scope_keys import KeyRing
@@ -36,6 +36,28 @@ async def test_memory_that_engines_map_cannot_be_declared_encrypted(settings: di
     kind = settings["type"]
     with pytest.raises(InvalidInputError, match=rf"bytes at rest \(NVMe, Object, RemoteFlash\), not for {kind}"):
         await make_backend(sealed(**settings), Place("p", "n", discover(), keys=KeyRing(ANNA)))
+
+
+def cold(**settings: object) -> NodeTier:
+    return NodeTier.model_validate({"name": "cold", "type": "Object", "capacityBytes": 1 << 30, "object": settings})
+
+
+async def secrets_of(name: str) -> dict[str, bytes] | None:
+    return {"binary": {"aws_region": b"\xff"}}.get(name)
+
+
+async def test_a_store_without_the_secret_that_it_names_is_not_opened_without_credentials() -> None:
+    tier = cold(url="s3://bucket/kv", secretRef={"name": "keys"})
+    with pytest.raises(UnsupportedError, match=r"object\.secretRef keys: there are no Secrets here"):
+        await make_backend(tier, Place("p", "n", discover()))
+    with pytest.raises(BackendFailedError, match=r"object\.secretRef keys: the agents' namespace has no such Secret"):
+        await make_backend(tier, Place("p", "n", discover(), read_secret=secrets_of))
+
+
+async def test_a_secret_that_is_no_text_is_named() -> None:
+    tier = cold(url="s3://bucket/kv", secretRef={"name": "binary"})
+    with pytest.raises(InvalidInputError, match=r"object\.secretRef binary: not UTF-8 at byte 0"):
+        await make_backend(tier, Place("p", "n", discover(), read_secret=secrets_of))
 
 
 def everything_in(directory: Path) -> bytes:

@@ -10,7 +10,7 @@ from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.returns import REPLICA_S
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest
 from kvstrata_agent.policy.placement import Replica
-from support.agent.doubles import BLOCK_BYTES, SCOPE, digest
+from support.agent.doubles import BLOCK_BYTES, SCOPE, digest, pool_spec
 from support.agent.pair import Pair, held, load
 
 pytestmark = pytest.mark.unit
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
     made = Pair()
+    made.b.node.spec = pool_spec(recompute={"prefillTokensPerSecond": 12_000})
     yield made
     await made.close()
 

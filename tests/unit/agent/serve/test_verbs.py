@@ -244,7 +244,10 @@ async def test_a_tenant_is_told_exactly_what_is_on_its_own_account(engine: Engin
 
     capacities = sum(t.backend.capacity_bytes for t in engine.core.node.tiers)
     assert (before["used_bytes"], before["limit_bytes"]) == (0, capacities)
-    assert after == {"used_bytes": 3 * BLOCK_BYTES, "limit_bytes": capacities}
+    layouts = [LAYOUT.layout_id().hex()]
+    counted = {"used_bytes": 3 * BLOCK_BYTES, "limit_bytes": capacities}
+    assert after == {**counted, "prefill_tokens_per_s": None, "layouts": layouts}
+    assert before["layouts"] == []
 
 
 async def test_a_stretch_that_is_cheaper_to_compute_is_not_fetched() -> None:

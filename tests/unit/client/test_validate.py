@@ -1,0 +1,203 @@
+"""`kvstrata validate`: every problem with its line, what was meant by it, and what no node could carry out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvstrata_api.manifest_text import read
+from kvstrata_api.validate import every_problem, validate
+from kvstrata_client.cli import main
+from support.kube import bad_manifests
+
+pytestmark = pytest.mark.unit
+
+BAD = """\
+apiVersion: kvstrata.io/v1alpha1
+kind: List
+items:
+- apiVersion: kvstrata.io/v1alpha1
+  kind: KVPool
+  metadata: {name: a}
+  spec:
+    nodeSelecter: {a: b}
+    capacityPerNode: 1Gi
+    tiers:
+    - type: HostDram
+      capacityPerNode: 1Gi
+    - {type: NVMe, capacityPerNode: 1Gi,
+       nvme: {path: /a, io: uring}}
+    policy:
+      eviction: {highWatermarkPercent: 40, lowWatermarkPercent: 50}
+- apiVersion: v1
+  kind: Namespace
+  metadata: {name: x}
+---
+apiVersion: kvstrata.io/v1alpha1
+kind: KVPol
+metadata: {name: b}
+---
+# nothing
+---
+apiVersion: kvstrata.io/v1alpha1
+kind: KVPrefixShare
+metadata: {name: c, namespace: n}
+spec:
+  poolRef: a
+  prefixes: [{digest: "00", tokenCount: 16}]
+  to: [{tenant: b}]
+  expiresAt: 2027-01-01T00:00:00Z
+"""
+POOL = """\
+apiVersion: kvstrata.io/v1alpha1
+kind: KVPool
+metadata: {name: p}
+spec:
+  nodeSelector: {pool: p}
+  tiers:
+  - type: HostDRAM
+    capacityPerNode: 64Gi
+    hostDRAM: {pageSize: 4Ki}
+"""
+
+
+def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["validate", *arguments])
+    said = capsys.readouterr()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code, said.out, said.err
+
+
+def findings(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    code, out, _ = ran(capsys, "-o", "json", *arguments)
+    found: list[dict[str, Any]] = json.loads(out)["findings"]
+    return code, found
+
+
+def test_every_problem_of_every_document_has_its_line_and_what_was_meant(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text(BAD)
+    code, found = findings(capsys, "-f", str(tmp_path))
+
+    assert code == 1
+    assert [(one["line"], one["object"], one["field"], one["suggestion"]) for one in found] == [
+        (8, "KVPool/a", "spec.nodeSelecter", "did you mean nodeSelector?"),
+        (9, "KVPool/a", "spec.capacityPerNode", "there is spec.tiers[].capacityPerNode"),
+        (11, "KVPool/a", "spec.tiers[0].type", "did you mean HostDRAM?"),
+        (14, "KVPool/a", "spec.tiers[1].nvme.io", "did you mean Uring?"),
+        (16, "KVPool/a", "spec.policy.eviction.highWatermarkPercent", ""),
+        (22, "KVPol/b", "kind", "did you mean KVPool?"),
+        (32, "KVPrefixShare/c", "spec.prefixes[0].digest", ""),
+    ]
+    _, out, _ = ran(capsys, "-f", str(tmp_path))
+    first, *_, last = out.splitlines()
+    said = "Invalid value: {'a': 'b'}: unknown field \"spec.nodeSelecter\"; did you mean nodeSelector?"
+    assert first == f"{tmp_path}/bad.yaml:8: KVPool/a: spec.nodeSelecter: {said}"
+    assert last == "3 objects of kvstrata.io checked, 3 with problems"
+
+
+def test_a_field_that_is_missing_stands_where_it_should_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(POOL.replace("  - type: HostDRAM\n    capacity", "  - capacity"))
+    _, found = findings(capsys, "-f", str(tmp_path))
+
+    assert (found[0]["line"], found[0]["field"], found[0]["message"]) == (7, "spec.tiers[0].type", "Required value")
+
+
+def test_files_that_are_no_yaml_cost_no_others_and_are_named_with_the_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text(f"{POOL}---\na: 1\n b: [\n")
+    (tmp_path / "b.json").write_text(json.dumps(yaml.safe_load(POOL.replace("64Gi", "64"))))
+    code, out, _ = ran(capsys, "-f", str(tmp_path))
+
+    assert code == 1
+    assert f"{tmp_path}/a.yaml:12: mapping values are not allowed here" in out
+    assert f"{tmp_path}/b.json:1: KVPool/p: spec.tiers[0].capacityPerNode" in out
+    assert out.endswith("2 objects of kvstrata.io checked, 2 with problems\n")
+
+
+def test_standard_input_is_read_and_a_good_pool_is_good(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stdin").write_text(POOL)
+    monkeypatch.setattr("kvstrata_client.commands.manifests.STDIN", tmp_path / "stdin")
+
+    assert ran(capsys, "-f", "-") == (0, "1 objects of kvstrata.io checked, 0 with problems\n", "")
+    (tmp_path / "stdin").write_text(POOL.replace("64Gi", "64"))
+    assert ran(capsys, "-f", "-")[1].startswith("<stdin>:8: KVPool/p: spec.tiers[0].capacityPerNode: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "-f/--filename"),
+        (("-f", "/nowhere"), "/nowhere: no such file or directory"),
+        (("-f", "/dev/null", "--nodes", "/dev/null"), "/dev/null: holds no Node"),
+        (("-f", "/dev/null", "--output", "xml"), "invalid choice: 'xml'"),
+    ],
+)
+def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = ran(capsys, *arguments)
+
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_pool_without_selector_a_key_given_twice_and_sizes_beyond_any_node_are_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pool, nodes = tmp_path / "pool.yaml", tmp_path / "nodes.json"
+    pool.write_text(POOL.replace("  nodeSelector: {pool: p}\n", "  paused: false\n  paused: true\n"))
+    code, found = findings(capsys, "-f", str(pool))
+    assert code == 0
+    assert [(one["line"], one["severity"], one["field"]) for one in found] == [
+        (4, "warning", "spec.nodeSelector"),
+        (6, "warning", "spec.paused"),
+    ]
+
+    pool.write_text(POOL)
+    assert findings(capsys, "-f", str(pool)) == (0, [])
+    nodes.write_text(json.dumps({"kind": "List", "items": [node("n1", "32Gi"), node("n2", "48Gi")]}))
+    code, found = findings(capsys, "-f", str(pool), "--nodes", str(nodes))
+    assert (code, [(one["line"], one["field"]) for one in found]) == (0, [(6, "spec.tiers")])
+    assert "2 of 2 nodes have less than 64Gi of memory: n1" in found[0]["message"]
+
+    nodes.write_text(json.dumps({"kind": "List", "items": [node("n1", "128Gi", pool="other")]}))
+    _, found = findings(capsys, "-f", str(pool), "--nodes", str(nodes))
+    assert [(one["line"], one["field"]) for one in found] == [(5, "spec.nodeSelector")]
+    assert "no node has the labels pool=p" in found[0]["message"]
+
+
+def node(name: str, memory: str, pool: str = "p") -> dict[str, Any]:
+    status = {"allocatable": {"memory": memory}, "capacity": {"memory": memory}}
+    return {"kind": "Node", "metadata": {"name": name, "labels": {"pool": pool}}, "status": status}
+
+
+def test_the_verdict_and_the_places_are_those_of_the_api_servers_checks() -> None:
+    """Of every generated bad manifest; what is told besides is true once the rest is mended."""
+    for bad in bad_manifests.all_bad():
+        (placed,) = read(yaml.safe_dump(bad.manifest))
+        found = every_problem(placed.obj)
+        assert {*validate(placed.obj)} <= {*found}, bad.name
+        lines = yaml.safe_dump(bad.manifest).splitlines()
+        for one in found:
+            assert 1 <= placed.line(one.field) <= len(lines), bad.name
+    for stem, good in bad_manifests.examples().items():
+        assert every_problem(good) == [], stem
+
+
+def test_keys_with_dots_have_their_own_lines() -> None:
+    (placed,) = read("spec:\n  nodeSelector:\n    a: b\n    a.b/c: d\n  tiers:\n  - {}\n  - type:\n      x: y\n")
+
+    assert [placed.line(at) for at in ("spec.nodeSelector.a.b/c", "spec.nodeSelector.a", "spec.tiers[1].type.x")] == [
+        4,
+        3,
+        8,
+    ]
+    assert placed.line("spec.tiers[7].type") == 5
+    assert placed.text("spec.nodeSelector.a.b/c") == "d"
+    assert placed.text("spec.tiers[0].absent") == ""
