@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import yaml
 
@@ -178,36 +179,32 @@ def _cell(text: str) -> str:
 
 
 def command_line() -> str:
-    """Help of every command and process."""
-    commands = "".join(_section(f"kvstrata {name}", command_parser(name)) for name in sorted(cli.COMMANDS))
-    rows = "".join(f"| [`{name}`](#{name.replace(' ', '-')}) | {_cell(said)} |\n" for name, said in _listed())
+    """Arguments of every command and process."""
+    parsers = command_parsers()
+    commands = "".join(_section(f"kvstrata {name}", parser) for name, parser in sorted(parsers.items()))
+    said = {name: parser.description or "" for name, parser in parsers.items()}
+    said |= {name: words for name, (_, words) in cli.COMMANDS.items()}
+    listed = [(f"kvstrata {name}", words) for name, words in sorted(said.items())]
+    listed += [(f"kvstrata {name}", words) for name, (words, _) in of_agent.COMMANDS.items()]
+    listed += [(name, "a process of the chart") for name in PROCESSES if name.startswith("kvstrata-")]
+    rows = "".join(f"| [`{name}`](#{name.replace(' ', '-')}) | {_cell(words)} |\n" for name, words in listed)
     processes = "".join(_section(name, parser) for name, parser in process_parsers().items())
     return f"{_CLI_HEAD}\n| command | what |\n|---|---|\n{rows}{commands}{processes}"
 
 
-def _listed() -> Iterator[tuple[str, str]]:
-    for name, (_, said) in sorted(cli.COMMANDS.items()):
-        yield f"kvstrata {name}", said
-    for name, (said, _) in of_agent.COMMANDS.items():
-        yield f"kvstrata {name}", said
-    for name in PROCESSES:
-        if name.startswith("kvstrata-"):
-            yield name, "a process of the chart"
-
-
-def command_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one command of `kvstrata`."""
-    (commands,) = (a for a in cli.parser(name)._actions if isinstance(a.choices, dict))  # noqa: SLF001  No other way.
-    assert isinstance(commands.choices, dict)
-    found: argparse.ArgumentParser = commands.choices[name]
-    return found
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands of `kvstrata` that have no command line of their own, by name."""
+    actions = cli.parser(is_whole=True)._actions  # noqa: SLF001  argparse has no other way to its subparsers.
+    (choices,) = (action.choices for action in actions if isinstance(action.choices, dict))
+    return {name: parser for name, parser in choices.items() if name not in of_agent.COMMANDS and name != "version"}
 
 
 def process_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parsers of what has a command line of its own, by name."""
-    for name in _FROM_ENVIRONMENT:
-        os.environ.pop(name, None)
-    return {name: vars(import_module(module))["_parser"]() for name, module in PROCESSES.items()}
+    with mock.patch.dict(os.environ):
+        for name in _FROM_ENVIRONMENT:
+            os.environ.pop(name, None)
+        return {name: vars(import_module(module))["_parser"]() for name, module in PROCESSES.items()}
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:

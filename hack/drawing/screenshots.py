@@ -56,8 +56,9 @@ def take(address: str, paths: dict[str, str], terminals: dict[str, str], out: Pa
             empty = [panel.title for panel in panels if panel.state == "empty"]
             wrong += [f"{name}: {problem}" for problem in [*found, *(f"{title}: no data" for title in empty)]]
             browser.save(tab, out / f"{name}.png")
-        for name, svg in terminals.items():
-            terminal.save(tab, svg, out / f"{name}.png")
+        with browser.tab(chromium) as plain:  # The other one obeys the page's policy, and would leave styles out.
+            for name, svg in terminals.items():
+                terminal.save(plain, svg, out / f"{name}.png")
     return wrong + too_large(out)
 
 

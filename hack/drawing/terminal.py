@@ -21,8 +21,8 @@ from kvstrata_client.commands.top import Source
 
 _COLUMNS: Final = 120
 _LINES: Final = 28
-_COMMANDS: Final = {"status": ("status",), "tenants": ("tenants",), "doctor": ("doctor",)}
-_TABS: Final = {"top": "1", "top-tenants": "3"}
+_COMMANDS: Final = {f"cli-{name}": (name,) for name in ("status", "tenants", "doctor")}
+_TABS: Final = {"cli-top": "1", "cli-top-tenants": "3"}
 """Key that brings a table to the front, by name of the picture."""
 
 

@@ -37,19 +37,15 @@ _CHART_NAMES: Final = {"kvstrata/redis": "redis"}
 class Release:
     """One release while it is made: what it is from, where it goes, and what is there by now."""
 
-    def __init__(
-        self, parts: Sequence[str], out: Path | None, key: Key | None, *, builder: str, is_trial: bool
-    ) -> None:
-        """Export the commit; `ReleaseError` when that cannot be released."""
-        self._parts, self._key = parts, key
-        commit, self._epoch_s = files.commit(may_differ=is_trial)
-        self._work = Path(tempfile.mkdtemp(prefix="kvstrata-release-"))
-        self._tree = self._work / "tree"
+    def __init__(self, given: argparse.Namespace, parts: Sequence[str], key: Key | None, work: Path) -> None:
+        """Export the commit below `work`, which the caller removes; `ReleaseError` when that cannot be released."""
+        self._parts, self._key, self._work = parts, key, work
+        commit, self._epoch_s = files.commit(may_differ=given.trial)
+        self._tree = work / "tree"
         files.export(commit, self._tree)
-        self.version = files.version_of(self._tree, is_trial=is_trial)
-        self.out = out or files.ROOT / "build" / "release" / self.version
-        shutil.rmtree(self.out, ignore_errors=True)
-        self.out.mkdir(parents=True)
+        self.version = files.version_of(self._tree, is_trial=given.trial)
+        self.out = given.out or files.ROOT / "build" / "release" / self.version
+        make_anew(self.out, is_ours=given.out is None)
         pins = [*files.PINS, *(f"requirements/{name}.txt" for name in ("agent", "metadata", "nixl", "operator"))]
         self._build = Build(
             self.version,
@@ -57,26 +53,22 @@ class Release:
             self._epoch_s,
             tuple(parts),
             {path: sha256_of(self._tree / path) for path in pins},
-            builder,
+            given.builder_id,
         )
         self._wheels: dict[str, wheels.Wheel] = {}
         self._images: dict[str, str] = {}
 
     def make(self) -> None:
         """Make all parts, then what is said of them; `ReleaseError`, `ImageError`."""
-        try:
-            for machine in MACHINES.values():
-                if {"wheels", "images"} & set(self._parts):
-                    self._wheel(machine.name)
-            if "sdist" in self._parts:
-                _say("source distribution")
-                files.source_distribution(self._tree, self.out, self._epoch_s)
-            named = self._make_images() if "images" in self._parts else {}
-            if "chart" in self._parts:
-                self._chart(named)
-            self._say_what_it_is()
-        finally:
-            shutil.rmtree(self._work, ignore_errors=True)
+        for machine in MACHINES if {"wheels", "images"} & set(self._parts) else ():
+            self._wheel(machine)
+        if "sdist" in self._parts:
+            _say("source distribution")
+            files.source_distribution(self._tree, self.out, self._epoch_s)
+        named = self._make_images() if "images" in self._parts else {}
+        if "chart" in self._parts:
+            self._chart(named)
+        self._say_what_it_is()
 
     def _wheel(self, machine: str) -> None:
         _say(f"wheel for {machine}")
@@ -165,6 +157,14 @@ class Release:
         return sorted(path for path in found if path.relative_to(self.out).parts[0] != "oci")
 
 
+def make_anew(out: Path, *, is_ours: bool) -> None:
+    """Make an empty folder; `ReleaseError` where somebody else's files would go, `is_ours` saying that they are not."""
+    if not is_ours and out.exists() and any(out.iterdir()) and not (out / "SHA256SUMS").exists():
+        raise ReleaseError(f"{out} has something else than a release in it")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+
 def _say(line: str) -> None:
     print(f"[release] {time.monotonic() - _BEGAN_S:5.0f} s  {line}", file=sys.stderr, flush=True)
 
@@ -196,8 +196,9 @@ def main() -> int:
     key = given.key or (Path(os.environ[KEY]) if os.environ.get(KEY) else None)
     try:
         signing = Key.read(key) if key else None
-        making = Release(parts, given.out, signing, builder=given.builder_id, is_trial=given.trial)
-        making.make()
+        with tempfile.TemporaryDirectory(prefix="kvstrata-release-") as work:
+            making = Release(given, parts, signing, Path(work))
+            making.make()
     except (ReleaseError, ImageError) as e:
         _say(str(e))
         return 1

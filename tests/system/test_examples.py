@@ -1,21 +1,26 @@
 """Every example is accepted by a real API server, as it stands."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
-from controlplane import ControlPlane
+from controlplane import ControlPlane, KubectlError
+from controlplane.waiting import wait_until
 from kvstrata_api.schema import CRD_DIR
-from support.kube.chart_values import CHART, helm, render
+from support.kube.chart_values import CHART, Object, helm, render
 
 pytestmark = pytest.mark.system
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(p for p in EXAMPLES.iterdir() if p.name[:2].isdigit())
+ENGINES = [folder for folder in FOLDERS if (folder / "Containerfile").exists()]
+WAIT_S = 30.0
+"""A policy is in force some seconds after it was stored."""
 VALUES = sorted(EXAMPLES.glob("*/chart/values.yaml"))
 TRANSCRIPTS = sorted((EXAMPLES / "transcripts").glob("*.jsonl"))
 KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
@@ -39,6 +44,68 @@ def test_an_example_is_accepted_as_it_stands(plane: ControlPlane, folder: Path) 
     told = plane.kubectl("apply", "--dry-run=server", "-f", str(folder))
 
     assert told.count("(server dry run)") >= 2
+
+
+@pytest.fixture(scope="module")
+def held(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Kubeconfig of an administrator whom the chart's admission policies hold, which are in force."""
+    policies = [o for o in render({}) if o["kind"].startswith("ValidatingAdmissionPolicy")]
+    kubeconfig = plane.client_kubeconfig("alice", [], tmp_path_factory.mktemp("alice") / "kubeconfig")
+    plane.kubectl("create", "clusterrolebinding", "alice", "--clusterrole=cluster-admin", "--user=alice")
+    plane.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policies))
+    try:
+        eventually_refused(plane, kubeconfig)
+        yield kubeconfig
+    finally:
+        plane.kubectl("delete", "--wait=true", "-f", "-", stdin=yaml.safe_dump_all(policies))
+        plane.kubectl("delete", "clusterrolebinding", "alice")
+
+
+def eventually_refused(plane: ControlPlane, kubeconfig: Path) -> None:
+    """Wait until an engine's pod without the label of its pool is refused."""
+    (pod, *_) = pods(EXAMPLES / "05-vllm")
+    del pod["metadata"]["labels"]["kvstrata.io/pool"]
+    assert wait_until(lambda: "an engine sees the socket of its own pool" in refusal(plane, kubeconfig, [pod]), WAIT_S)
+
+
+def refusal(plane: ControlPlane, kubeconfig: Path, objects: Sequence[Object]) -> str:
+    """What the API server has against new objects; empty when it takes them."""
+    options = ("create", "--dry-run=server", "-f", "-")
+    try:
+        plane.kubectl(*options, stdin=yaml.safe_dump_all(objects), kubeconfig=kubeconfig)
+    except KubectlError as e:
+        return str(e)
+    return ""
+
+
+def pods(folder: Path) -> Iterator[Object]:
+    """Pods that a folder's Deployments and Jobs would make."""
+    for path in sorted(folder.glob("*.yaml")):
+        for made in yaml.safe_load_all(path.read_text()):
+            if "template" in made["spec"]:
+                template = made["spec"]["template"]
+                metadata = {"name": "p", "namespace": made["metadata"]["namespace"], **template["metadata"]}
+                restart = {"restartPolicy": template["spec"].get("restartPolicy", "Always")}
+                yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"] | restart}
+
+
+@pytest.mark.parametrize("folder", ENGINES, ids=lambda p: p.name)
+def test_the_charts_policies_admit_an_examples_objects_and_the_pods_that_come_of_them(
+    plane: ControlPlane, held: Path, folder: Path
+) -> None:
+    objects = [o for path in sorted(folder.glob("*.yaml")) for o in yaml.safe_load_all(path.read_text())]
+    made = list(pods(folder))
+
+    assert made
+    assert refusal(plane, held, [*objects, *made]) == ""
+
+
+def test_the_charts_policies_admit_the_pod_of_the_page(plane: ControlPlane, held: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (EXAMPLES.parent / "docs" / "engine-pods.md").read_text(), re.DOTALL)
+    pod = yaml.safe_load(text)
+    pod["metadata"]["namespace"], pod["spec"]["serviceAccountName"] = "team-alpha", "engine"
+
+    assert refusal(plane, held, [pod]) == ""
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)

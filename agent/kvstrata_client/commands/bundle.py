@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstrata_api import __version__, names
-from kvstrata_api.errors import InvalidInputError, KvStrataError
+from kvstrata_api.errors import KvStrataError
 from kvstrata_api.units import format_rounded
 from kvstrata_client.commands import agent, doctor, fleet, kubectl, output, status
 from kvstrata_client.commands.kubectl import Kubectl
-from kvstrata_client.commands.output import table
+from kvstrata_client.commands.output import UsageError, table
 
 Json = dict[str, Any]
 
@@ -59,13 +59,13 @@ def options(found: argparse.ArgumentParser) -> None:
     found.add_argument("--metadata", default="", metavar="HOST:PORT", help="a metadata service, for the fleet")
     agent.target_options(found)
     output.add_option(found, names="files of the archive")
-    found.set_defaults(run=_bundle)
+    found.set_defaults(run=_bundle, missing=None)  # Of the agent only where one is named.
 
 
 def _bundle(given: argparse.Namespace) -> int:
     """Write the archive, and print what is in it."""
     if not 1 <= given.lines <= LINES_MAX:
-        raise InvalidInputError(f"--lines {given.lines}: 1 to {LINES_MAX} wanted")
+        raise UsageError(f"--lines {given.lines}: 1 to {LINES_MAX} wanted")
     now = datetime.now(UTC)
     out = given.out or Path(f"kvstrata-bundle-{now:%Y%m%dT%H%M%SZ}.tar.gz")
     cluster = Kubectl.of(given, "it asks the cluster")
@@ -73,7 +73,7 @@ def _bundle(given: argparse.Namespace) -> int:
     try:
         write(out, files, now)
     except OSError as e:
-        raise InvalidInputError(f"--out {out}: {e}") from e
+        raise UsageError(f"--out {out}: {e}") from e
     sizes = {name: len(content) for name, content in files.items()}
     lines = [*table(("FILE", "SIZE"), [(name, format_rounded(size)) for name, size in sizes.items()]), "", f"{out}"]
     output.show(given.output, {"archive": str(out), "files": sizes}, lines, sizes)

@@ -17,7 +17,7 @@ from kvstrata_api.units import format_rounded, parse_quantity
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.commands import agent, output
-from kvstrata_client.commands.output import table
+from kvstrata_client.commands.output import UsageError, table
 
 Json = dict[str, Any]
 
@@ -91,9 +91,7 @@ def _layout(given: argparse.Namespace) -> Layout | None:
     fits = agent.layout_of(given)
     unit_bytes = fits.block_bytes
     if given.block_bytes % unit_bytes:
-        raise InvalidInputError(
-            f"--block-bytes {given.block_bytes}: a multiple of {unit_bytes} wanted, as {fits.dtype}"
-        )
+        raise UsageError(f"--block-bytes {given.block_bytes}: a multiple of {unit_bytes} wanted, as {fits.dtype}")
     return replace(fits, head_dim=given.block_bytes // unit_bytes)
 
 
@@ -101,11 +99,11 @@ def _prompts(given: argparse.Namespace) -> range:
     """Number of each prompt. Raises `InvalidInputError` for figures that make none, or too many."""
     block_bytes = given.block_bytes if given.layout is None else agent.layout_of(given).block_bytes
     if not 1 <= given.prompt_blocks <= 4_096:
-        raise InvalidInputError(f"--prompt-blocks {given.prompt_blocks}: 1 to 4096 wanted")
+        raise UsageError(f"--prompt-blocks {given.prompt_blocks}: 1 to 4096 wanted")
     count = given.bytes // (block_bytes * given.prompt_blocks)
     if not 1 <= count <= PROMPTS_MAX:
         wanted = f"{given.prompt_blocks} blocks of {block_bytes} B make {count} prompts, 1 to {PROMPTS_MAX} wanted"
-        raise InvalidInputError(f"--bytes {given.bytes}: {wanted}")
+        raise UsageError(f"--bytes {given.bytes}: {wanted}")
     return range(count)
 
 

@@ -269,19 +269,19 @@ def node_rows(nodes: Sequence[Json]) -> Table:
             node["pool"],
             node["node"],
             _ready(node),
-            ", ".join(
-                f"{tier['name']} {_fill(tier['usedBytes'], tier['capacityBytes'])}"
-                + ("" if tier["phase"] == "Ready" else f" {tier['phase']}")
-                + (" (emulated)" if tier["emulated"] else "")
-                for tier in node["tiers"]
-            )
-            or _NOTHING,
             f"{sum(tier['blocks'] for tier in node['tiers']):,}",
             node["version"] or _NOTHING,
+            ", ".join(map(_tier_cell, node["tiers"])) or _NOTHING,
         )
         for node in nodes
     ]
-    return ("POOL", "NODE", "READY", "TIERS", "BLOCKS", "VERSION"), rows
+    return ("POOL", "NODE", "READY", "BLOCKS", "VERSION", "TIERS"), rows
+
+
+def _tier_cell(tier: Json) -> str:
+    phase = "" if tier["phase"] == "Ready" else f" {tier['phase']}"
+    emulated = " (emulated)" if tier["emulated"] else ""
+    return f"{tier['name']} {_fill(tier['usedBytes'], tier['capacityBytes'])}{phase}{emulated}"
 
 
 def tenant_rows(tenants: Sequence[Json]) -> Table:

@@ -17,10 +17,11 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 from kvstrata_api import names
-from kvstrata_api.errors import InvalidInputError, KvStrataError, UnsupportedError
+from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_api.units import FACTORS, format_rounded, percent
 from kvstrata_client.commands import doctor, kubectl, status
 from kvstrata_client.commands.kubectl import Kubectl
+from kvstrata_client.commands.output import UsageError
 
 Json = dict[str, Any]
 Samples = Sequence[tuple[Mapping[str, str], float]]
@@ -95,9 +96,9 @@ def _top(given: argparse.Namespace) -> int:
     """Show until the user leaves."""
     low_s, high_s = _INTERVALS_S
     if not low_s <= given.interval_s <= high_s:
-        raise InvalidInputError(f"--interval-s {given.interval_s:g}: {low_s:g} to {high_s:g} wanted")
+        raise UsageError(f"--interval-s {given.interval_s:g}: {low_s:g} to {high_s:g} wanted")
     if given.prometheus and not given.prometheus.startswith(("http://", "https://")):
-        raise InvalidInputError(f"--prometheus {given.prometheus!r}: a URL is wanted, as http://127.0.0.1:9090")
+        raise UsageError(f"--prometheus {given.prometheus!r}: a URL is wanted, as http://127.0.0.1:9090")
     source = Source(Kubectl.of(given, "it asks the cluster"), given.namespace, given.prometheus.rstrip("/"))
     try:
         from kvstrata_client.commands.screen import Top

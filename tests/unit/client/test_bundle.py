@@ -105,5 +105,5 @@ def test_limits_are_named(lines: str, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         main(["support-bundle", "--lines", lines])
 
-    assert end.value.code == 1
+    assert end.value.code == 2
     assert f"--lines {lines}: 1 to 100000 wanted" in capsys.readouterr().err

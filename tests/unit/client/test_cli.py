@@ -202,6 +202,6 @@ def test_top_without_its_package_says_what_to_install_and_what_does_without(
 def test_top_names_what_is_wrong(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
     code, _, err = run(capsys, "top", option, value)
 
-    assert code == 1
-    assert err.startswith(f"kvstrata: {option} ")
+    assert code == 2
+    assert err.startswith(f"kvstrata top: {option} ")
     assert "wanted" in err

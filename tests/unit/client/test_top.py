@@ -22,8 +22,8 @@ NOW = datetime(2026, 11, 26, 12, 0, 0, tzinfo=UTC)
 GIB = 1 << 30
 
 
-def node(name: str, used: int) -> dict[str, Any]:
-    tier = {"name": "dram", "phase": "Ready", "capacityBytes": 2 * GIB, "usedBytes": used, "blocks": 3}
+def node(name: str, used: int, blocks: int = 3) -> dict[str, Any]:
+    tier = {"name": "dram", "phase": "Ready", "capacityBytes": 2 * GIB, "usedBytes": used, "blocks": blocks}
     stated = {"conditions": [{"type": "Ready", "status": "True", "reason": "Serving"}], "tiers": [tier]}
     spec = {"poolRef": "demo", "nodeName": name}
     return {"kind": "KVPoolNode", "metadata": {"name": name}, "spec": spec, "status": stated}
@@ -115,8 +115,8 @@ def rows_of(app: Top, name: str) -> list[list[str]]:
 def test_keys_choose_sort_filter_and_show_in_full() -> None:
     async def steps(pilot: Any, app: Top) -> None:
         assert [row[1] for row in rows_of(app, "Nodes")] == ["n0", "n1"]
-        await pilot.press("s", "s", "s", "s")  # By tiers: the fullest first.
-        assert [row[1] for row in rows_of(app, "Nodes")] == ["n0", "n1"]
+        await pilot.press("s", "s", "s", "s")  # By blocks: the most first.
+        assert [row[1] for row in rows_of(app, "Nodes")] == ["n1", "n0"]
         await pilot.press("slash", *"n1", "enter")
         assert [row[1] for row in rows_of(app, "Nodes")] == ["n1"]
         await pilot.press("enter")
@@ -125,7 +125,7 @@ def test_keys_choose_sort_filter_and_show_in_full() -> None:
         assert app.query_one(TabbedContent).active == "Findings"
         assert rows_of(app, "Findings") == [], "the filter holds for every table"
 
-    run(lambda: view_of(seen(node("n0", GIB), node("n1", GIB // 2))), steps)
+    run(lambda: view_of(seen(node("n0", GIB), node("n1", GIB // 2, 30))), steps)
 
 
 def test_what_was_seen_last_stays_when_the_cluster_is_away() -> None:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from images import oci
 from release import files, signing, statements
-from release.__main__ import PARTS
+from release.__main__ import PARTS, make_anew
 from release.__main__ import main as release_main
 from release.errors import ReleaseError
 from release.layout import Layout
@@ -223,3 +223,14 @@ def test_a_part_that_there_is_none_of_is_wrong_usage(
     with pytest.raises(SystemExit, match="2"):
         release_main()
     assert "there are wheels, sdist, images, chart" in capsys.readouterr().err
+
+
+def test_a_folder_with_somebody_s_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ReleaseError, match="something else than a release"):
+        make_anew(tmp_path, is_ours=False)
+    assert (tmp_path / "thesis.tex").exists()
+
+    (tmp_path / "SHA256SUMS").write_text("")
+    make_anew(tmp_path, is_ours=False)
+    assert list(tmp_path.iterdir()) == []

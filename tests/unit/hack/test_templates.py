@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata_client.cli import COMMANDS
+import reference
 from kvstrata_client.commands import of_agent
 
 pytestmark = pytest.mark.unit
@@ -46,6 +46,10 @@ def test_commands_and_pages_that_are_named_exist(path: Path) -> None:
     text = path.read_text()
     targets = (ROOT / "Makefile").read_text()
 
-    assert set(re.findall(r"`kvstrata ([a-z-]+)", text)) <= {*COMMANDS, *of_agent.COMMANDS, "version"}
+    assert set(re.findall(r"`kvstrata ([a-z-]+)", text)) <= {
+        *reference.command_parsers(),
+        *of_agent.COMMANDS,
+        "version",
+    }
     assert all(re.search(rf"^{target}:", targets, re.MULTILINE) for target in re.findall(r"`make (\w+)`", text))
     assert all((ROOT / page).exists() for page in re.findall(r"(?<![/\w])((?:docs/)?[\w-]+\.md)", text))
