@@ -1,8 +1,9 @@
 """Manifests as text: objects with the lines that their fields stand on. Pure.
 
-Times stay texts and lists are taken apart, as kubectl does both; PyYAML alone makes times of them that no schema takes.
+Scalars are read as kubectl reads them: times stay texts, and 12e45 is a number; lists are taken apart.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,6 +23,10 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+\Z"), list("-+.0123456789")
+)
+"""A revision such as 12e45 is a number to kubectl, with or without a dot, and has to be quoted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,9 @@ delivered when they are found. Shards of one engine count their part of a token 
 over several tensor ranks, where every rank loads all of it, each counts it whole.
 
 `kvstrata_load_saved_prefill_seconds_total` takes the rate that engines report (`ReportEngine`), or else
-`policy.recompute` of the pool, or what the agent has seen of their prompts; it counts nothing while none of them is
-known, and leaves out what attention to earlier blocks costs. Time to first token saved is that
-less `kvstrata_load_seconds_total`; of loads that wait beside other work of the engine, less is saved.
+`policy.recompute.prefillTokensPerSecond` of the pool; with neither it counts nothing, for what an agent sees of prompts
+is a lower bound. It leaves out what attention to earlier blocks costs. Time to first token saved is that less
+`kvstrata_load_seconds_total`; of loads that wait beside other work of the engine, less is saved.
 """
 
 

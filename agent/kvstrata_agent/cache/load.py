@@ -390,7 +390,11 @@ class Reader:
         """
         node = self._node
         declared = node.spec.policy.recompute.prefill_tokens_per_second
-        otherwise = EngineLoad(float(declared or node.prefill_rates.of(tenant)))
+        otherwise = (
+            EngineLoad(float(declared))
+            if declared is not None
+            else EngineLoad(node.prefill_rates.of(tenant), is_lower_bound=True)
+        )
         reported = node.engines.get(tenant)
         return load_of(reported, owner, otherwise, node.clock()) if reported else otherwise
 

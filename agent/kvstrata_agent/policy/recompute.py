@@ -44,6 +44,8 @@ class EngineLoad:
     """Monotonic second of the report."""
     half_rate_tokens: int = 0
     """Behind so many tokens the next one takes twice as long as the first; 0: attention is not counted."""
+    is_lower_bound: bool = False
+    """The engine computes at least so fast, as it was seen to: good to choose by, not to count savings by."""
 
     @property
     def is_known(self) -> bool:

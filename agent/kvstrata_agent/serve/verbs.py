@@ -659,8 +659,8 @@ class ReadObserver:
                 counters.add("kvstrata_load_tokens_total", tokens, tenant=tenant, tier=place, stage=stage)
         delivered = counts.delivered.total()
         if delivered:
-            context = next(iter(at.rights.values())).context
-            computed_s = self._reader.compute_s(context, delivered * layout.block_tokens)
+            engine = self._reader.engine(tenant, at.owner)
+            computed_s = 0.0 if engine.is_lower_bound else engine.compute_s(0, delivered * layout.block_tokens)
             counters.add("kvstrata_load_saved_prefill_seconds_total", computed_s / shards, tenant=tenant)
             counters.add("kvstrata_load_saved_gpu_seconds_total", computed_s, tenant=tenant)
         counters.add("kvstrata_load_seconds_total", counts.took_s / shards, tenant=tenant)

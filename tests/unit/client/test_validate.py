@@ -190,6 +190,23 @@ def test_the_verdict_and_the_places_are_those_of_the_api_servers_checks() -> Non
         assert every_problem(good) == [], stem
 
 
+@pytest.mark.parametrize(
+    ("written", "read_as"),
+    [
+        ("0e9e39f", "0e9e39f"),
+        ("12e4", 12e4),
+        ("123", 123),
+        ('"12e4"', "12e4"),
+        ("2026-01-31", "2026-01-31"),
+        ("e1", "e1"),
+    ],
+)
+def test_scalars_are_read_as_kubectl_reads_them(written: str, read_as: object) -> None:
+    (placed,) = read(f"revision: {written}")
+    assert placed.obj["revision"] == read_as
+    assert type(placed.obj["revision"]) is type(read_as)
+
+
 def test_keys_with_dots_have_their_own_lines() -> None:
     (placed,) = read("spec:\n  nodeSelector:\n    a: b\n    a.b/c: d\n  tiers:\n  - {}\n  - type:\n      x: y\n")
 

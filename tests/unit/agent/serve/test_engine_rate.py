@@ -69,6 +69,22 @@ async def test_what_the_agent_has_seen_of_prompts_decides_where_nothing_is_decla
     await close(engine)
 
 
+@pytest.mark.parametrize(("declared", "saved_s"), [(None, 0.0), (SLOW, 3 * 16 / SLOW)])
+async def test_savings_are_counted_by_what_was_declared_or_reported_alone(declared: int | None, saved_s: float) -> None:
+    """What was seen is a lower bound of the rate, and would claim too much."""
+    recompute = {"prefillTokensPerSecond": declared} if declared else {}
+    engine = await Engine(recompute=recompute).attach()
+    await compute_prompts(engine, 10_000.0)
+    await engine.store(1, 2, 3)
+    await fetched(engine)
+    await engine.ask(wire.CountLoad(1, 3, 3))
+
+    counted = engine.core.node.counters._children.items()
+    name = "kvstrata_load_saved_prefill_seconds_total"
+    assert sum(c._value.get() for (of, *_), c in counted if of == name) == pytest.approx(saved_s)
+    await close(engine)
+
+
 async def test_what_is_declared_stands_before_what_was_seen_and_a_report_before_both() -> None:
     engine = await Engine(recompute={"prefillTokensPerSecond": SLOW}).attach()
     await compute_prompts(engine, 10_000.0)
