@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="A page with the dashboards, drawn from Prometheus, and a map of the fleet. Read-only. Prints its "
         "address; with a token, that is a link which logs one browser in.",
-        epilog="Whoever may see the page may see what the dashboards ask Prometheus, of all tenants.",
+        epilog="Whoever may see the page may see what the dashboards ask Prometheus, of all tenants. "
+        "example: kvstrata ui --prometheus http://127.0.0.1:9090",
     )
     parser.add_argument("--prometheus", default=PROMETHEUS, metavar="URL", help="default: %(default)s")
     parser.add_argument(

@@ -91,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "lcs; plain, gzip or tar, and zstd where the package zstandard is there.",
         epilog="Tiers of a pool are taken together from the fastest on, each up to its low watermark, as one cache of "
         "one node: what the first ones find is the share that is found there. Blocks that are in several tiers, "
-        "compression and transfers are not modelled.",
+        "compression and transfers are not modelled. "
+        "example: kvstrata replay trace.jsonl --sizes 5%%,64Gi --token-bytes 320Ki",
     )
     add = parser.add_argument
     add("trace", type=Path, nargs="+", metavar="TRACE", help="recording, or a folder of recordings")

@@ -26,6 +26,7 @@ WAIT_S = 5.0
 
 def stats_options(found: argparse.ArgumentParser) -> None:
     """Options of `stats`."""
+    found.epilog = "example: kvstrata stats --pool demo --model M --revision R -o json"
     target_options(found)
     output.add_option(found, names="tiers")
     found.set_defaults(run=_stats)
@@ -33,6 +34,7 @@ def stats_options(found: argparse.ArgumentParser) -> None:
 
 def explain_options(found: argparse.ArgumentParser) -> None:
     """Options of `explain`."""
+    found.epilog = "example: kvstrata explain --session agent-17 --pool demo --model M --revision R"
     target_options(found)
     what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("--session", default="", help="a session of the token's tenant")
@@ -47,6 +49,7 @@ def explain_options(found: argparse.ArgumentParser) -> None:
 
 def session_options(found: argparse.ArgumentParser) -> None:
     """Options of `session`."""
+    found.epilog = "example: kvstrata session agent-17 --pool demo --model M --revision R"
     found.description = (
         "What the node's agent remembers: up to 64 events of a session, the earliest first. Regret is what the other "
         "choice between fetching and computing would have saved."
@@ -59,6 +62,7 @@ def session_options(found: argparse.ArgumentParser) -> None:
 
 def lookup_options(found: argparse.ArgumentParser) -> None:
     """Options of `lookup`."""
+    found.epilog = "example: kvstrata lookup tokens.json --pool demo --layout layout.json"
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     output.add_option(found, names="scopes that have some of it")
@@ -67,6 +71,7 @@ def lookup_options(found: argparse.ArgumentParser) -> None:
 
 def route_hint_options(found: argparse.ArgumentParser) -> None:
     """Options of `route-hint`."""
+    found.epilog = "example: kvstrata route-hint tokens.json --pool demo --layout layout.json -o name"
     found.description = (
         "From the node's agent and the directory. Seconds are for an idle node: what lies in slower tiers is fetched "
         "at the speed that this node measured of its own, the rest is computed."
@@ -79,6 +84,7 @@ def route_hint_options(found: argparse.ArgumentParser) -> None:
 
 def why_miss_options(found: argparse.ArgumentParser) -> None:
     """Options of `why-miss`."""
+    found.epilog = "example: kvstrata why-miss tokens.json --pool demo --layout layout.json"
     found.description = (
         "Names the first block of a prompt that is missing, and the decision that took it away. What was never stored "
         "and what the token may not read have one answer."

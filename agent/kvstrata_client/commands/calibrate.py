@@ -19,6 +19,7 @@ _SIDES: Final = ("K", "V")
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    found.epilog = "example: kvstrata calibrate kv.safetensors --model M --revision R --error-permille 20"
     found.description = (
         "Captured KV is an array (blocks, layers, 2, heads, tokens, dim), K before V, one rank's heads: "
         ".npy with bf16 as 16-bit integers, or floats; .safetensors with BF16. Leave out the first block of every "

@@ -16,6 +16,7 @@ ANSWER_S: Final = 30.0
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    found.epilog = "example: kvstrata conformance --scenario vectors -- ./my-client"
     found.description = (
         "Starts an agent of its own in a temporary folder (needs the extra `agent`), starts COMMAND for "
         "each scenario, and asks it for operations: one JSON object a line on its standard input, one answer a line on "

@@ -24,6 +24,7 @@ _TARGETS: Final = ("tenant", "domain")
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    found.epilog = "example: kvstrata digest --text-file system-prompt.txt --tokenizer Qwen3-0.6B"
     found.description = (
         "The digest is SHA-256 over the token ids, four bytes each, least significant first. Whoever can "
         "guess the tokens can check the guess against it."

@@ -19,6 +19,7 @@ _LEFT_OUT: Final = ("build", "dist")
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    found.epilog = "example: kvstrata docs KvstrataRedisDown"
     found.add_argument(
         "page", nargs="?", help="page to print, such as install or KvstrataRedisDown; a list without one"
     )

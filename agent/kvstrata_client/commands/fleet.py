@@ -25,6 +25,7 @@ PAGE_AGENTS: Final = 500
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    found.epilog = "example: kvstrata fleet --address 127.0.0.1:9102 --state silent"
     found.add_argument(
         "--address",
         default=os.environ.get("KVSTRATA_METADATA", ADDRESS),

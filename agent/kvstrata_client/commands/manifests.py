@@ -63,6 +63,7 @@ def shown(path: Path) -> str:
 
 def who_can_read_options(found: argparse.ArgumentParser) -> None:
     """Options of `who-can-read`."""
+    found.epilog = "example: kvstrata who-can-read --tenant team-a"
     found.description = "Answers from what is declared, as agents do; it asks no agent and sees no blocks."
     what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("digest", nargs="?", help="digest of a shared prefix, as in a KVPrefixShare")

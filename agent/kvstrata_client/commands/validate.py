@@ -47,6 +47,7 @@ class Finding:
 
 def options(found: argparse.ArgumentParser) -> None:
     """Options of `validate`."""
+    found.epilog = "example: kvstrata validate -f manifests/ --nodes nodes.json"
     found.description = (
         "Checks every object of ours by schema and rules, with the verdict of the API server. Exit status 0 when all "
         "are good, 1 when one is not or there is none, 2 for a file that cannot be read. With --nodes or --context "

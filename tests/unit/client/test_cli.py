@@ -1,12 +1,14 @@
 """Laws of the `kvstrata` command that need no agent."""
 
 import argparse
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import reference
 from kvstrata_client.cli import COMMANDS, main, parser
 from kvstrata_client.commands import of_agent
 
@@ -29,6 +31,19 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     assert code == 0
     assert f"kvstrata {command}" in out
     assert command in parser().format_help()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *of_agent.COMMANDS, "completion"])
+def test_every_command_has_an_example_that_its_parser_takes(command: str) -> None:
+    process = reference.process_parsers().get(f"kvstrata {command}")
+    found = process or reference.command_parsers()[command]
+    _, _, examples = (found.epilog or "").rpartition("example")
+    words = [shlex.split(one) for one in examples.removeprefix("s").removeprefix(": ").split("; ")]
+
+    for program, name, *rest in words:
+        assert (program, name) in (("kvstrata", command), ("eval", f"$(kvstrata {command} bash)"))
+        if program == "kvstrata":
+            found.parse_args([one.replace("%%", "%") for one in rest])
 
 
 def test_every_argument_says_what_it_is_for() -> None:

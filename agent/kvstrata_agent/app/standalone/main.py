@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         description="An agent on this machine, without Kubernetes. Engines of the user who starts it may connect; "
         "--token and manifests let others in. With --connect it is one of a fleet, whose members find each other's "
         "blocks through a shared Redis.",
+        epilog="example: kvstrata up -f pool.yaml --metrics-port 9100",
     )
     add = parser.add_argument
     add(
