@@ -158,6 +158,8 @@ def _processes(seen: Seen) -> Iterator[Finding]:
     there = {one["metadata"]["name"]: one for one in seen.parts if one["kind"] == "Deployment"}
     for name, (weight, effect) in _PROCESSES.items():
         found = there.get(name)
+        if found is None and name in led(seen):
+            continue
         if found is None:
             message, mend = f"it is not there: {effect}", f"helm status kvstrata -n {seen.namespace}"
             yield Finding(weight, f"Deployment {name}", "NotInstalled", message, mend)
@@ -165,6 +167,18 @@ def _processes(seen: Seen) -> Iterator[Finding]:
             message = f"no replica is available: {effect}"
             mend = f"kubectl -n {seen.namespace} describe deployment {name}"
             yield Finding(weight, f"Deployment {name}", "NotAvailable", message, mend)
+
+
+def led(seen: Seen) -> set[str]:
+    """Operator and metadata service, where a leader holds the Lease: they may run outside of the chart."""
+    leases = {one["metadata"]["name"]: one for one in seen.parts or () if one["kind"] == "Lease"}
+    return {name for name in _PROCESSES if name in leases and _overdue_s(seen, leases[name]) <= LEASE_LATE_S}
+
+
+def _overdue_s(seen: Seen, lease: Json) -> float:
+    """Seconds since a Lease ran out; negative while it holds."""
+    spec = lease.get("spec") or {}
+    return _age_s(seen, spec.get("renewTime") or "") - float(spec.get("leaseDurationSeconds") or 0)
 
 
 def _pods(seen: Seen) -> Iterator[Finding]:
@@ -237,10 +251,11 @@ def _silence(seen: Seen, node: Json, leases: Mapping[str, Json], by_reason: Mapp
     is_told = "LeaseExpired" in by_reason or seen.parts is None
     if is_told or not any(c["type"] == "AgentConnected" for c in _stated(node)):
         return
-    spec = (leases.get(names.agent_lease_name(node["spec"]["poolRef"], node["spec"]["nodeName"])) or {}).get("spec", {})
-    silent_s = _age_s(seen, spec.get("renewTime") or "")
-    if silent_s <= float(spec.get("leaseDurationSeconds") or 0) + LEASE_LATE_S:
+    lease = leases.get(names.agent_lease_name(node["spec"]["poolRef"], node["spec"]["nodeName"])) or {}
+    if _overdue_s(seen, lease) <= LEASE_LATE_S:
         return
+    spec = lease.get("spec") or {}
+    silent_s = _age_s(seen, spec.get("renewTime") or "")
     known = reasons.find("KVPoolNode", "AgentConnected", "False", "LeaseExpired")
     assert known is not None, "the catalogue has it: a test"
     message = f"its Lease was renewed {silent_s:.0f} s ago" if spec.get("renewTime") else "it has no Lease"

@@ -82,7 +82,7 @@ def overview(seen: Seen) -> Json:
     weights = Counter(finding.weight for finding in doctor.findings(seen))
     return {
         "namespace": seen.namespace,
-        "processes": None if seen.parts is None else [*_processes(seen.parts)],
+        "processes": None if seen.parts is None else [*_processes(seen)],
         "pools": [_pool(pool, nodes) for pool in by_kind.get("KVPool", ())],
         "nodes": nodes,
         "tenants": [_tenant(tenant, domains, shares) for tenant in by_kind.get("KVTenant", ())],
@@ -93,15 +93,14 @@ def overview(seen: Seen) -> Json:
     }
 
 
-def _processes(parts: Iterable[Any]) -> Iterator[Json]:
-    for part in parts:
-        if part["kind"] == "Deployment":
-            stated = part.get("status") or {}
-            yield {
-                "name": part["metadata"]["name"],
-                "available": stated.get("availableReplicas") or 0,
-                "wanted": part["spec"].get("replicas", 1),
-            }
+def _processes(seen: Seen) -> Iterator[Json]:
+    """Deployments with their replicas, and what runs outside of the chart, which has a leader and no replicas."""
+    found = {part["metadata"]["name"]: part for part in seen.parts or () if part["kind"] == "Deployment"}
+    for name, part in found.items():
+        available = (part.get("status") or {}).get("availableReplicas") or 0
+        yield {"name": name, "available": available, "wanted": part["spec"].get("replicas", 1)}
+    for name in sorted(doctor.led(seen) - set(found)):
+        yield {"name": name, "available": 1, "wanted": None}
 
 
 def _pool(pool: Json, nodes: Iterable[Json]) -> Json:
@@ -205,8 +204,7 @@ def _operation(operation: Json) -> Json:
 def status_lines(at: Json) -> Iterator[str]:
     """The overview for people."""
     if at["processes"] is not None:
-        up = (f"{one['name'].removeprefix('kvstrata-')} {one['available']}/{one['wanted']}" for one in at["processes"])
-        yield f"{at['namespace']}: {', '.join(up) or 'no Deployment of ours'}"
+        yield f"{at['namespace']}: {_listed(map(_process_cell, at['processes']))}"
         yield ""
     if not at["pools"]:
         yield "no KVPool is declared"
@@ -226,6 +224,11 @@ def status_lines(at: Json) -> Iterator[str]:
     broken, warnings = at["findings"]["broken"], at["findings"]["warnings"]
     yield ""
     yield f"{broken} broken, {warnings} warnings" + ("; kvstrata doctor names them" if broken or warnings else "")
+
+
+def _process_cell(one: Json) -> str:
+    replicas = "leads, outside of the chart" if one["wanted"] is None else f"{one['available']}/{one['wanted']}"
+    return f"{one['name'].removeprefix('kvstrata-')} {replicas}"
 
 
 def pool_rows(pools: Sequence[Json]) -> Table:

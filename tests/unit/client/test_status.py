@@ -173,3 +173,16 @@ def test_a_pool_that_says_the_least_is_shown_with_what_that_means(shown: Any) ->
     (pool,) = json.loads(shown("status", "-o", "json")[1])["pools"]
     assert (pool["model"], [tier["name"] for tier in pool["tiers"]]) == ("*", ["dram"])
     assert pool["tiers"][0]["usedBytes"] == 3 * GIB // 2
+
+
+def test_a_process_outside_of_the_chart_is_known_by_its_leader_s_lease(shown: Any) -> None:
+    held = {"renewTime": NOW.isoformat(), "leaseDurationSeconds": 10}
+    of_operator = {"kind": "Lease", "metadata": {"name": "kvstrata-operator"}, "spec": held}
+    shown.parts[:] = [lease("n0"), lease("n1"), of_operator]
+    code, out = shown("status")
+
+    assert out.splitlines()[0] == "kvstrata-system: operator leads, outside of the chart"
+    assert (code, out.splitlines()[-1].startswith("0 broken, ")) == (0, True)
+    held["renewTime"] = LONG_AGO
+    code, out = shown("status")
+    assert (code, out.splitlines()[0]) == (1, "kvstrata-system: none")
