@@ -31,10 +31,10 @@ def plane(tmp_path_factory: pytest.TempPathFactory, rights: str) -> Iterator[Con
         yield plane
 
 
-def examine(plane: ControlPlane, *arguments: str) -> tuple[int, list[Json]]:
-    """Exit status and findings."""
+def ask(plane: ControlPlane, *words: str) -> tuple[int, Any]:
+    """Exit status of a command, and its answer as JSON."""
     kubectl = str(Path(find_tool("kubectl")).parent)
-    command = [sys.executable, "-m", "kvstrata_client.cli", "doctor", "-o", "json", *arguments]
+    command = [sys.executable, "-m", "kvstrata_client.cli", *words, "-o", "json"]
     done = subprocess.run(
         [*command, "--kubeconfig", str(plane.kubeconfig)],
         capture_output=True,
@@ -43,7 +43,13 @@ def examine(plane: ControlPlane, *arguments: str) -> tuple[int, list[Json]]:
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
-    return done.returncode, list(json.loads(done.stdout)["findings"])
+    return done.returncode, json.loads(done.stdout)
+
+
+def examine(plane: ControlPlane, *arguments: str) -> tuple[int, list[Json]]:
+    """Exit status and findings."""
+    status, found = ask(plane, "doctor", *arguments)
+    return status, list(found["findings"])
 
 
 def stamp(ago_s: float = 0.0) -> str:
@@ -85,6 +91,13 @@ def test_a_cluster_is_well_until_it_is_not(plane: ControlPlane, place: AgentIden
     plane.api.post(leases, {"metadata": {"name": lease_name}, "spec": lease})
 
     assert examine(plane) == (0, [])
+    status, shown = ask(plane, "status")
+    assert (status, shown["pools"][0]["ready"], shown["findings"]) == (0, True, {"broken": 0, "warnings": 0})
+    assert {one["name"]: one["available"] for one in shown["processes"]} == {
+        "kvstrata-operator": 1,
+        "kvstrata-metadata": 1,
+    }
+    assert ask(plane, "tenants", "alpha") == (0, shown["tenants"][0])
 
     plane.api.patch(f"{leases}/{lease_name}", {"spec": {"renewTime": stamp(300)}})
     state(plane, operator, replicas=1, availableReplicas=0, readyReplicas=0)
@@ -93,6 +106,8 @@ def test_a_cluster_is_well_until_it_is_not(plane: ControlPlane, place: AgentIden
     status, found = examine(plane)
 
     assert status == 1
+    assert ask(plane, "status")[1]["findings"] == {"broken": 2, "warnings": 1}
+    assert ask(plane, "tenants")[0] == 1
     assert [(one["weight"], one["subject"], one["reason"]) for one in found] == [
         ("broken", "Deployment kvstrata-operator", "NotAvailable"),
         ("broken", f"KVPoolNode {place.pool}.{place.node}", "LeaseExpired"),

@@ -103,6 +103,13 @@ ROWS = {
     ),
     "kvstrata validate -f pool.yaml": Row(here=True),
     "kvstrata docs": Row(here=True),
+    "kvstrata status": Row(at("system/test_doctor.py", "test_a_cluster_is_well_until_it_is_not")),
+    "kvstrata top": Row(at("unit/client/test_top.py", "test_keys_choose_sort_filter_and_show_in_full")),
+    "kvstrata doctor": Row(at("system/test_doctor.py", "test_a_cluster_is_well_until_it_is_not")),
+    "make release": Row(
+        at("system/test_release.py", "test_a_wheel_from_the_source_distribution_is_the_wheel_of_the_tree"),
+        recipe="-m release",
+    ),
     "kvstrata ui": Row(
         at("system/test_ui.py", "test_every_panel_is_drawn_and_nothing_is_asked_of_another_origin")
     ),
