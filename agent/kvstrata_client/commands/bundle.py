@@ -52,8 +52,7 @@ def options(found: argparse.ArgumentParser) -> None:
         "What cannot be had is named in it. Exit status: 0 when the archive is written, 1 otherwise, 2 for wrong usage."
     )
     found.epilog = "example: kvstrata support-bundle --out bundle.tar.gz"
-    found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
-    kubectl.add_options(found)
+    kubectl.add_release_options(found)
     found.add_argument("--out", type=Path, metavar="FILE", help="default: kvstrata-bundle-TIME.tar.gz here")
     found.add_argument("--lines", type=int, default=2_000, help="of each container's log; default: %(default)s")
     found.add_argument("--metadata", default="", metavar="HOST:PORT", help="a metadata service, for the fleet")

@@ -90,8 +90,7 @@ def options(found: argparse.ArgumentParser) -> None:
         "has every reason."
     )
     found.epilog = "example: kvstrata doctor -o json"
-    found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
-    kubectl.add_options(found)
+    kubectl.add_release_options(found)
     output.add_option(found, names="what something is wrong with")
     agent.target_options(found)
     found.set_defaults(run=_doctor, missing=None)  # Of the agent only where one is named.

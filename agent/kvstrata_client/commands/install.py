@@ -97,8 +97,7 @@ def options(found: argparse.ArgumentParser) -> None:
     found.add_argument(
         "--pool", action="append", default=[], metavar="FILE", help="manifests of KVPools that are to be applied"
     )
-    found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
-    kubectl.add_options(found)
+    kubectl.add_release_options(found)
     output.add_option(found)
     found.set_defaults(run=_install)
 

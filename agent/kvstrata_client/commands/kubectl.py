@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from kvstrata_api import names
 from kvstrata_api.errors import ApiServerAwayError, UnsupportedError
 
 Json = dict[str, Any]
@@ -76,3 +77,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add what names a cluster."""
     command.add_argument("--kubeconfig", help="of the cluster; default: what kubectl uses")
     command.add_argument("--context", help="of the kubeconfig")
+
+
+def add_release_options(command: argparse.ArgumentParser) -> None:
+    """Add what names a release in a cluster."""
+    command.add_argument(
+        "-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s"
+    )
+    add_options(command)

@@ -73,31 +73,31 @@ def _quantity(text: str) -> int:
 
 def _probe(given: argparse.Namespace) -> int:
     """Print what was kept; 1 when blocks were lost, refused or wrong."""
-    prompts = _prompts(given)
-    with agent.attach(given, _layout(given)) as client:
+    layout = _layout(given)
+    prompts = _prompts(given, layout.block_bytes)
+    with agent.attach(given, layout) as client:
         before = json.loads(client.stats())
         seen = _try(client, given, prompts)
-        found = report(seen, before, json.loads(client.stats()), client.target.layout.block_bytes)
+        found = report(seen, before, json.loads(client.stats()), layout.block_bytes)
     output.show(
         given.output, found, report_lines(found), (tier["name"] for tier in found["tiers"] if tier["keptBytes"])
     )
     return 0 if found["isWhole"] else 1
 
 
-def _layout(given: argparse.Namespace) -> Layout | None:
-    """One whose blocks have `--block-bytes`; None where a file says it."""
-    if given.layout is not None:
-        return None
+def _layout(given: argparse.Namespace) -> Layout:
+    """That of the file, or one that fits the pool and whose blocks have `--block-bytes`."""
     fits = agent.layout_of(given)
+    if given.layout is not None:
+        return fits
     unit_bytes = fits.block_bytes
     if given.block_bytes % unit_bytes:
         raise UsageError(f"--block-bytes {given.block_bytes}: a multiple of {unit_bytes} wanted, as {fits.dtype}")
     return replace(fits, head_dim=given.block_bytes // unit_bytes)
 
 
-def _prompts(given: argparse.Namespace) -> range:
+def _prompts(given: argparse.Namespace, block_bytes: int) -> range:
     """Number of each prompt. Raises `InvalidInputError` for figures that make none, or too many."""
-    block_bytes = given.block_bytes if given.layout is None else agent.layout_of(given).block_bytes
     if not 1 <= given.prompt_blocks <= 4_096:
         raise UsageError(f"--prompt-blocks {given.prompt_blocks}: 1 to 4096 wanted")
     count = given.bytes // (block_bytes * given.prompt_blocks)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import ANY, with_name
 from kvstrata_api.reasons import Weight
@@ -34,7 +33,7 @@ def status_options(found: argparse.ArgumentParser) -> None:
         "Exit status: 0 when the pools are Ready and nothing is broken, 1 otherwise, 2 for wrong usage."
     )
     found.epilog = "example: kvstrata status -o json"
-    _cluster_options(found)
+    kubectl.add_release_options(found)
     output.add_option(found, names="pools")
     found.set_defaults(run=_status)
 
@@ -44,14 +43,9 @@ def tenants_options(found: argparse.ArgumentParser) -> None:
     found.description = "Reads KVTenants with kubectl. Exit status: 1 when there is none, or one that is not Ready."
     found.epilog = "examples: kvstrata tenants; kvstrata tenants team-a -o yaml"
     found.add_argument("name", nargs="?", default="", help="one tenant, with its bytes by pool and tier")
-    _cluster_options(found)
+    kubectl.add_release_options(found)
     output.add_option(found, names="tenants")
     found.set_defaults(run=_tenants)
-
-
-def _cluster_options(found: argparse.ArgumentParser) -> None:
-    found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
-    kubectl.add_options(found)
 
 
 def _status(given: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_api.units import FACTORS, format_rounded, percent
 from kvstrata_client.commands import doctor, kubectl, status
@@ -85,8 +84,7 @@ def options(found: argparse.ArgumentParser) -> None:
         "`kvstrata status` prints the same once."
     )
     found.epilog = "example: kvstrata top --prometheus http://127.0.0.1:9090"
-    found.add_argument("-n", "--namespace", default=names.SYSTEM_NAMESPACE, help="of the release; default: %(default)s")
-    kubectl.add_options(found)
+    kubectl.add_release_options(found)
     found.add_argument("--prometheus", default="", metavar="URL", help="for sessions and rates; default: without them")
     found.add_argument("--interval-s", type=float, default=5.0, metavar="S", help="between looks; default: %(default)g")
     found.set_defaults(run=_top)
