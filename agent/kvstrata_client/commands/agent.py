@@ -63,10 +63,8 @@ def session_options(found: argparse.ArgumentParser) -> None:
 def lookup_options(found: argparse.ArgumentParser) -> None:
     """Options of `lookup`."""
     found.epilog = "example: kvstrata lookup tokens.json --pool demo --layout layout.json"
-    target_options(found)
-    found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    output.add_option(found, names="scopes that have some of it")
-    found.set_defaults(run=_lookup, missing=_missing_for_keys)
+    _prompt_options(found, names="scopes that have some of it")
+    found.set_defaults(run=_lookup)
 
 
 def route_hint_options(found: argparse.ArgumentParser) -> None:
@@ -76,10 +74,8 @@ def route_hint_options(found: argparse.ArgumentParser) -> None:
         "From the node's agent and the directory. Seconds are for an idle node: what lies in slower tiers is fetched "
         "at the speed that this node measured of its own, the rest is computed."
     )
-    target_options(found)
-    found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    output.add_option(found, names="nodes, the soonest first")
-    found.set_defaults(run=_route_hint, missing=_missing_for_keys)
+    _prompt_options(found, names="nodes, the soonest first")
+    found.set_defaults(run=_route_hint)
 
 
 def why_miss_options(found: argparse.ArgumentParser) -> None:
@@ -89,10 +85,16 @@ def why_miss_options(found: argparse.ArgumentParser) -> None:
         "Names the first block of a prompt that is missing, and the decision that took it away. What was never stored "
         "and what the token may not read have one answer."
     )
+    _prompt_options(found)
+    found.set_defaults(run=_why_miss)
+
+
+def _prompt_options(found: argparse.ArgumentParser, names: str = "") -> None:
+    """Options of commands that ask about a prompt, whose blocks they name by the engine's whole layout."""
     target_options(found)
     found.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
-    output.add_option(found)
-    found.set_defaults(run=_why_miss, missing=_missing_for_keys)
+    output.add_option(found, names=names)
+    found.set_defaults(missing=_missing_for_keys)
 
 
 def target_options(found: argparse.ArgumentParser) -> None:

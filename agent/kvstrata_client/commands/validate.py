@@ -85,8 +85,8 @@ def _validate(given: argparse.Namespace) -> int:
     errors = [one for one in found if one.severity == _ERROR]
     broken = len({(one.file, one.object) for one in errors})
     total = f"{checked} objects of {GROUP} checked, {broken} with problems"
-    told = {"checked": checked, "invalid": broken, "findings": [asdict(one) for one in found]}
-    output.show(given.output, told, [*map(str, found), total])
+    answer = {"checked": checked, "invalid": broken, "findings": [asdict(one) for one in found]}
+    output.show(given.output, answer, [*map(str, found), total])
     return EXIT_INVALID if errors or not checked else 0
 
 
