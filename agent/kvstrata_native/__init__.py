@@ -18,6 +18,7 @@ copy_digest_each = _running.copy_digest_each
 copy_digests = _running.copy_digests
 copy_sound = _running.copy_sound
 digest_pairs = _running.digest_pairs
+flush = _running.flush
 mix = _running.mix
 narrow = _running.narrow
 pack = _running.pack

@@ -26,6 +26,13 @@ class Kernels(Protocol):
     def copy(self, into: Buffer, source: Buffer, /) -> None:
         """Fill `into` with `source`; large copies leave the caches alone. Raises `ValueError` when sizes differ."""
 
+    def flush(self, memory: Buffer, /) -> None:
+        """Write the cache lines of `memory` back and drop them: what other hosts wrote there is read next.
+
+        Stores before it are in memory on return. For memory that several hosts reach without coherent caches. At level
+        python it does nothing.
+        """
+
     def xxh3_128(self, source: Buffer, seed: int = 0, /) -> bytes:
         """Return XXH3-128 of `source` in canonical form: as `xxhash.xxh3_128_digest` does."""
 

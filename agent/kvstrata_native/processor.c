@@ -13,6 +13,7 @@
 #define AVX2 (BIT(3) | BIT(5)) /* With bmi. */
 #define AVX512 (BIT(16) | BIT(17) | BIT(30) | BIT(31)) /* f, dq, bw, vl. */
 #define BMI2 BIT(8)
+#define CLFLUSHOPT BIT(23)
 /* Of leaf 7, ECX. */
 #define VBMI2 (BIT(1) | BIT(6) | BIT(11)) /* vbmi, vbmi2, vnni. */
 /* Of XCR0: what is kept when another thread runs. */
@@ -34,6 +35,12 @@ static int has(unsigned ebx, unsigned ecx, unsigned kept)
 int has_avx2(void) { return has(AVX2, 0, KEEPS_YMM); }
 
 int has_avx512(void) { return has(AVX2 | AVX512, 0, KEEPS_ZMM); }
+
+int has_clflushopt(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & CLFLUSHOPT);
+}
 
 int has_avx512_vbmi2(void) { return has(AVX2 | AVX512 | BMI2, VBMI2, KEEPS_ZMM); }
 #endif

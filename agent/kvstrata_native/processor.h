@@ -8,6 +8,7 @@
 int has_avx2(void);         /* And bmi, popcnt. */
 int has_avx512(void);       /* f, bw, dq, vl; and avx2, bmi, popcnt. */
 int has_avx512_vbmi2(void); /* The same, vbmi, vbmi2, vnni, bmi2. */
+int has_clflushopt(void);   /* Lines leave the caches several at a time. */
 #endif
 
 #endif

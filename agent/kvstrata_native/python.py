@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 __all__ = (
-    "copy", "copy_digest", "copy_digest_each", "copy_digests", "copy_sound", "digest_pairs", "mix", "narrow", "pack",
-    "unmix", "unpack", "widen", "width_of", "xxh3_128",
+    "copy", "copy_digest", "copy_digest_each", "copy_digests", "copy_sound", "digest_pairs", "flush", "mix", "narrow",
+    "pack", "unmix", "unpack", "widen", "width_of", "xxh3_128",
 )  # fmt: skip
 
 _Bytes = npt.NDArray[np.uint8]
@@ -285,6 +285,10 @@ def copy(into: Buffer, source: Buffer, /) -> None:
     if to_array.size != from_array.size:
         raise ValueError(f"copy of {from_array.size} B into {to_array.size} B")
     np.copyto(to_array, from_array)
+
+
+def flush(memory: Buffer, /) -> None:
+    """Do nothing: an interpreter reaches no cache lines."""
 
 
 def xxh3_128(source: Buffer, seed: int = 0, /) -> bytes:

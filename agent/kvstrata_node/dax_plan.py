@@ -140,7 +140,7 @@ class Goal:
 
 
 def wanted(tiers: Iterable[NodeTier], *, is_complete: bool = True) -> CxlDemand:
-    """Sum what CXL tiers of all pools ask for; mode Emulated needs no device."""
+    """Sum what CXL tiers of all pools ask for; Emulated needs no device, Pooled one that is nobody's to change."""
     asked = [(t.cxl.mode, t.capacity_bytes) for t in tiers if t.type is TierType.CXL and t.cxl is not None]
     return CxlDemand(
         sum(size_bytes for mode, size_bytes in asked if mode is CxlMode.NUMA_NODE),

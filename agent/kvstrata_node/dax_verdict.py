@@ -98,7 +98,7 @@ def _worst(message: str, obstacles: Iterable[Verdict]) -> Verdict:
 
 def of_tiers(tiers: Iterable[NodeTier], known: Iterable[NodeCxl]) -> Verdict:
     """Judge the tiers of one pool by what is known of the modes that they ask for; the worst counts."""
-    modes = {t.cxl.mode for t in tiers if t.cxl is not None} - {CxlMode.EMULATED}
+    modes = {t.cxl.mode for t in tiers if t.cxl is not None} - {CxlMode.EMULATED, CxlMode.POOLED}
     judged = [(Reason(one.reason), one.message) for one in known if one.mode in modes and one.reason in set(Reason)]
     return min(judged, key=lambda v: list(Reason).index(v[0]), default=(Reason.NOT_REQUESTED, ""))
 

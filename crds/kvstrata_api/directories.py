@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from kvstrata_api.models.poolnode import NodeTier
 
 _FILE: Final = "file://"
+_DEVICES: Final = "/dev/"
+"""A device is the pod template's to give, a folder of files is mounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ def directories_of(tier: PoolTier | NodeTier) -> Iterator[Directory]:
         yield Directory(tier.remote_flash.path, "remoteFlash.path", is_claimed=True, is_filled=False)
     if tier.cxl is not None and tier.cxl.emulated is not None:
         yield Directory(tier.cxl.emulated.path, "cxl.emulated.path", is_claimed=False, is_filled=True)
+    if tier.cxl is not None and tier.cxl.pooled is not None and not tier.cxl.pooled.path.startswith(_DEVICES):
+        folder = tier.cxl.pooled.path.rpartition("/")[0]
+        yield Directory(folder, "cxl.pooled.path", is_claimed=False, is_filled=False)
     if tier.object is not None and tier.object.url.startswith(_FILE):
         path = tier.object.url.removeprefix(_FILE)
         yield Directory(path, "object.url", is_claimed=False, is_filled=False)

@@ -43,6 +43,7 @@ class CxlMode(StrEnum):
 
     NUMA_NODE = "NumaNode"
     DEV_DAX = "DevDax"
+    POOLED = "Pooled"
     EMULATED = "Emulated"
 
 

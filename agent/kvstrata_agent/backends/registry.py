@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstrata_agent.backends.device.devdax import open_devdax
+from kvstrata_agent.backends.device.pooled import open_pooled
 from kvstrata_agent.backends.file.claim import NEW_SUFFIX, POOL_FILE
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
 from kvstrata_agent.backends.memory.cxl import open_cxl
@@ -117,6 +118,8 @@ async def _cxl(tier: NodeTier, place: Place) -> TierBackend:
     settings = _settings(tier, tier.cxl)
     if settings.mode is CxlMode.DEV_DAX:
         return await in_thread(None, partial(open_devdax, tier.capacity_bytes, place.facts.dax))
+    if settings.pooled is not None:
+        return await in_thread(None, partial(open_pooled, settings.pooled, place.pool, place.node, tier.capacity_bytes))
     return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.persistence, tier=tier.name))
 
 

@@ -73,14 +73,25 @@ class CxlEmulation(ApiModel):
     latency_ns: int = Field(350, ge=0, le=1_000_000, description="Extra latency of one access, in nanoseconds.")
 
 
+class CxlPooled(ApiModel):
+    """A memory device that several nodes reach, as a switch or a multi-headed device offers."""
+
+    path: Path = Field(
+        description="The dax device, equal on all nodes (a link that udev makes). A regular file plays one for agents "
+        "of one machine, and status, logs and metrics show `emulated`."
+    )
+
+
 class CxlTier(ApiModel):
     """CXL memory."""
 
     mode: CxlMode = Field(
         CxlMode.NUMA_NODE,
-        description="NumaNode: memory of NUMA nodes without processors. DevDax: a dax device that is mapped. Emulated: "
-        "memory of the host plays it.",
+        description="NumaNode: memory of NUMA nodes without processors. DevDax: a dax device that is mapped. Pooled: "
+        "one that several nodes reach; each claims room in it, and reads in place what the others have there. "
+        "Emulated: memory of the host plays it.",
     )
+    pooled: CxlPooled | None = Field(None, description="Set exactly when mode is Pooled.")
     emulated: CxlEmulation | None = Field(None, description="Set exactly when mode is Emulated.")
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
 

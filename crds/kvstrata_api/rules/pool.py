@@ -119,6 +119,13 @@ TIER: Final[list[AnyRule]] = [
         lambda nvme: ("path" in nvme) != ("paths" in nvme),
     ),
     exactly_when(
+        "pooled",
+        "self.?mode.orValue('NumaNode') == 'Pooled'",
+        "mode is Pooled",
+        lambda cxl: bool(cxl.get("mode", "NumaNode") == "Pooled"),
+        "spec.tiers[].cxl",
+    ),
+    exactly_when(
         "emulated",
         "self.?mode.orValue('NumaNode') == 'Emulated'",
         "mode is Emulated",

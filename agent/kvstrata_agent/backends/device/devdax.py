@@ -32,13 +32,14 @@ from kvstrata_api.units import KIB, MIB
 from kvstrata_native import copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstrata_agent.backends.base import Record, SlotRef
+    from kvstrata_agent.backends.slot_table import Extent
     from kvstrata_node.discovery import DaxDevice
 
 DRIVER: Final = "device_dax"
-_MAP_BYTES: Final = 2 * MIB
+MAP_BYTES: Final = 2 * MIB
 """Devices are mapped in multiples of this, whatever their own alignment of 4 KiB or 2 MiB."""
 _ALIGNMENT_BYTES: Final = 4 * KIB
 _PARTS: Final = 64
@@ -72,7 +73,7 @@ def open_devdax(capacity_bytes: int, devices: Sequence[DaxDevice], dev: Path = _
 
 def _opened(path: Path, size_bytes: int, capacity_bytes: int) -> DaxTier:
     unit_bytes = max(_ALIGNMENT_BYTES, capacity_bytes // _PARTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
-    memory = DaxMemory(path, size_bytes // _MAP_BYTES * _MAP_BYTES, unit_bytes)
+    memory = DaxMemory(path, size_bytes // MAP_BYTES * MAP_BYTES, unit_bytes)
     can = Capabilities(
         medium="cxl-devdax",
         is_memory=True,
@@ -85,6 +86,10 @@ def _opened(path: Path, size_bytes: int, capacity_bytes: int) -> DaxTier:
 
 class DaxTier(DeviceTier["DaxMemory"]):
     """Blocks in a mapped device."""
+
+    def _release(self, extent: Extent) -> None:
+        self.memory.free(extent.id)
+        super()._release(extent)
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Copy host bytes to the device; on return they are there. See `TierBackend`."""
@@ -108,20 +113,34 @@ class DaxTier(DeviceTier["DaxMemory"]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class Region:
+    """Where an extent lies in a mapped device."""
+
     offset: int
     size_bytes: int
+
+
+def _lock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class DaxMemory:
     """One mapped device, given out in units (`DeviceMemory`)."""
 
-    def __init__(self, path: Path, size_bytes: int, unit_bytes: int) -> None:
-        """Map the device and take it for this process. Raises `OSError`."""
+    def __init__(
+        self,
+        path: Path,
+        size_bytes: int,
+        unit_bytes: int,
+        *,
+        first_at: int = 0,
+        lock: Callable[[int], None] = _lock,
+    ) -> None:
+        """Map the device and take it for this process; units begin at `first_at`. Raises `OSError`."""
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._fd)
             self._map = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED)
         except OSError:
             os.close(self._fd)
@@ -129,8 +148,9 @@ class DaxMemory:
         self._whole = memoryview(self._map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._unit_bytes = unit_bytes
-        self._is_free = [True] * (size_bytes // unit_bytes)
-        self._regions: dict[int, _Region] = {}
+        self._first_at = first_at
+        self._is_free = [True] * ((size_bytes - first_at) // unit_bytes)
+        self._regions: dict[int, Region] = {}
         self._guarded: dict[int, sigbus.Guarded] = {}
         self._lock = threading.Lock()
         """`make` and the thread of the copies both search for room."""
@@ -144,7 +164,8 @@ class DaxMemory:
                 free = f"{sum(self._is_free) * self._unit_bytes} B are free"
                 raise TierFullError(f"{size_bytes} B of {self._path} in one piece; {free}", delay_s=0.1)
             self._is_free[first : first + units] = [False] * units
-        region = self._regions[extent] = _Region(first * self._unit_bytes, units * self._unit_bytes)
+            at = self._first_at + first * self._unit_bytes
+            region = self._regions[extent] = Region(at, units * self._unit_bytes)
         self._guarded[extent] = sigbus.guard(self._address + region.offset, region.size_bytes)
 
     def _first_free(self, units: int) -> int | None:
@@ -155,22 +176,38 @@ class DaxMemory:
                 return i - units + 1
         return None
 
-    def _clear(self, region: _Region) -> None:
+    def _clear(self, region: Region) -> None:
         zeros = bytes(min(region.size_bytes, MIB))
         for at in range(region.offset, region.offset + region.size_bytes, len(zeros)):
             end = min(at + len(zeros), region.offset + region.size_bytes)
             copy(self._whole[at:end], zeros[: end - at])
 
+    def free(self, extent: int) -> None:
+        """Let other extents have the units of one that goes: who writes there comes after `release`, in one thread."""
+        if not self._guarded[extent].is_lost:
+            with self._lock:
+                for unit in self._units(self._regions[extent]):
+                    self._is_free[unit] = True
+
     def release(self, extent: int) -> None:
-        """Clear an extent and free its units, unless the device has failed there. See `DeviceMemory`."""
-        region, guarded = self._regions.pop(extent), self._guarded.pop(extent)
-        self._clear(region)
-        sigbus.unguard(guarded)
-        if guarded.is_lost:
-            return  # Zeros of ours lie there now, and what is behind them is not to be touched again.
-        first, units = region.offset // self._unit_bytes, region.size_bytes // self._unit_bytes
+        """Clear an extent. Where the device has failed its units are not used again. See `DeviceMemory`."""
+        self._clear(self._regions[extent])
+        region, is_lost = self._forget(extent)
+        if is_lost:  # Zeros of ours lie there now, and what is behind them is not to be touched again.
+            with self._lock:
+                for unit in self._units(region):
+                    self._is_free[unit] = False
+
+    def _forget(self, extent: int) -> tuple[Region, bool]:
+        """Forget an extent; returns where it was, and whether the device had failed there."""
         with self._lock:
-            self._is_free[first : first + units] = [True] * units
+            region, guarded = self._regions.pop(extent), self._guarded.pop(extent)
+        sigbus.unguard(guarded)
+        return region, guarded.is_lost
+
+    def _units(self, region: Region) -> range:
+        first = (region.offset - self._first_at) // self._unit_bytes
+        return range(first, first + region.size_bytes // self._unit_bytes)
 
     def copy_in(self, extent: int, offset: int, source: memoryview) -> None:
         """Fill a part of an extent. Raises `BackendFailedError`."""
@@ -199,6 +236,9 @@ class DaxMemory:
         """Clear what is left and unmap."""
         for extent in tuple(self._regions):
             self.release(extent)
+        self._unmap()
+
+    def _unmap(self) -> None:
         self._whole.release()
         self._map.close()
         os.close(self._fd)

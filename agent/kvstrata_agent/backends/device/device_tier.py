@@ -60,13 +60,19 @@ class DeviceTier(OptionalCapabilities, Generic[Memory]):
         self.memory = memory
         self._table = SlotTable(
             capacity_bytes=capacity_bytes // page_bytes * page_bytes,
-            target_bytes=_target_bytes(capacity_bytes),
+            target_bytes=self._target_bytes(capacity_bytes),
             page_bytes=page_bytes,
             alignment_bytes=capabilities.alignment_bytes,
         )
         self._thread = ThreadPoolExecutor(1, "kvstrata-device")
         self._last_error = ""
         self._is_closed = False
+
+    def _target_bytes(self, capacity_bytes: int) -> int:
+        """Bytes that an extent has where it holds one slot at least."""
+        return target_extent_bytes(
+            capacity_bytes, parts=_EXTENT_PARTS, most_bytes=_EXTENT_BYTES_MAX, count_max=_EXTENTS_MAX
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -129,7 +135,7 @@ class DeviceTier(OptionalCapabilities, Generic[Memory]):
 
     async def resize(self, capacity_bytes: int) -> frozenset[int]:
         """Change the capacity; returns the extents that close. See `TierBackend`."""
-        self._table.target_bytes = _target_bytes(capacity_bytes)
+        self._table.target_bytes = self._target_bytes(capacity_bytes)
         closing, released = self._table.resize(capacity_bytes)
         for extent in released:
             self._release(extent)
@@ -159,9 +165,3 @@ class DeviceTier(OptionalCapabilities, Generic[Memory]):
         self._is_closed = True
         await in_thread(self._thread, self.memory.close)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
-
-
-def _target_bytes(capacity_bytes: int) -> int:
-    return target_extent_bytes(
-        capacity_bytes, parts=_EXTENT_PARTS, most_bytes=_EXTENT_BYTES_MAX, count_max=_EXTENTS_MAX
-    )
