@@ -1,5 +1,6 @@
-"""Two agents on one shared directory: one reads the copy that the other one wrote, which moves no byte of it."""
+"""Two agents on one shared directory or one pooled memory: one reads the copy that the other one wrote, in place."""
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
+from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef, TierBackend
 from kvstrata_agent.backends.file.open_store import open_remote_flash
+from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.load import AcquireCall
@@ -23,11 +25,12 @@ from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
-from kvstrata_api.models.pool import RemoteFlashTier
+from kvstrata_api.models.pool import CxlPooled, CxlTier, RemoteFlashTier
 from kvstrata_api.models.poolnode import NodeTier
-from kvstrata_api.tiers import TierType
+from kvstrata_api.tiers import CxlMode, TierType
 from kvstrata_api.trust import Identity
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_node.discovery import NodeFacts
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from support.agent.doubles import (
@@ -172,9 +175,16 @@ class Fleet:
         self.listeners: dict[str, PeerListener] = {}
 
     async def agent(self, name: str, root: Path, *, mode: str, keys: KeyRing | None) -> Agent:
-        tier = RemoteFlashTier(path=str(root))
-        spec = NodeTier(name="flash", type=TierType.REMOTE_FLASH, capacity_bytes=FLASH_BYTES, remote_flash=tier)
-        flash = Tier(spec, 1, await open_remote_flash(tier, "pool", name, FLASH_BYTES, keys=keys), 2)
+        """An agent with a shared tier: a file is a memory device that both reach, a directory is flash."""
+        if root.suffix == ".memory":
+            cxl = CxlTier(mode=CxlMode.POOLED, pooled=CxlPooled(path=str(root)))
+            spec = NodeTier(name="flash", type=TierType.CXL, capacity_bytes=FLASH_BYTES, cxl=cxl)
+            backend: TierBackend = await make_backend(spec, Place("pool", name, NodeFacts(0, ())))
+        else:
+            tier = RemoteFlashTier(path=str(root))
+            spec = NodeTier(name="flash", type=TierType.REMOTE_FLASH, capacity_bytes=FLASH_BYTES, remote_flash=tier)
+            backend = await open_remote_flash(tier, "pool", name, FLASH_BYTES, keys=keys)
+        flash = Tier(spec, 1, backend, 2)
         policy = {"compression": {"mode": mode}, "eviction": {"type": "LeafLRU"}}
         node = make_node([dram_tier(16 * BLOCK_BYTES), flash], FakeClock(), policy=policy)
         node.name = name
@@ -237,6 +247,25 @@ async def test_one_copy_serves_both_and_its_owner_moves_no_byte(tmp_path: Path, 
         assert len(a.core.node.leases) == 0
         parents = [e.parent for e in sorted(b.core.node.index, key=lambda e: e.digest)]
         assert parents == [b"", *(digest(n) for n in range(1, 8))]
+
+
+async def test_one_copy_in_pooled_memory_serves_both(tmp_path: Path) -> None:
+    device = tmp_path / "device.memory"
+    device.touch()
+    os.truncate(device, 6 << 20)
+    async with pair(device, device) as (a, b):
+        assert a.flash.backend.capabilities.medium == "emulated-cxl-pooled"
+        await a.archive(NUMBERS)
+        await b.archive(range(100, 108))
+
+        assert await b.load(NUMBERS) == [bytes_of(n) for n in NUMBERS]
+        assert await a.load(range(100, 108)) == [bytes_of(n) for n in range(100, 108)]
+
+        for reader, owner in ((a, b), (b, a)):
+            assert reader.fetched("shared", "bytes") == len(NUMBERS) * BLOCK_BYTES
+            assert reader.fetched("tcp", "bytes") == 0
+            assert reader.core.node.contents(reader.flash).blocks == len(NUMBERS), "there is no second copy"
+            assert len(owner.core.node.leases) == 0
 
 
 async def test_what_is_in_the_owners_memory_is_sent_as_before(tmp_path: Path) -> None:
