@@ -37,14 +37,15 @@ class Report:
     files: machine.Files
 
 
-def run(tests: Path, more: Mapping[str, Entry], folder: Path) -> Report:
+def run(tests: Path, more: Mapping[str, Entry], folder: Path, pooled: Path | None = None) -> Report:
     """Boot, run `main.py` of the folder `tests` in the guest, power off. Blocking; minutes.
 
-    `more` are further files of the guest by absolute path; logs stay in `folder`. Raises `UnavailableError` where
+    `more` are further files of the guest by absolute path; logs stay in `folder`; `pooled` is the file of
+    `machine.CXL_BYTES` that plays its volatile CXL device, of other guests as well. Raises `UnavailableError` where
     there is no QEMU or kernel to be had, and `BootError` when the guest does not end as it should.
     """
     packages = guest_packages()
-    files = machine.Files(folder)
+    files = machine.Files(folder, pooled)
     _write_initrd(files.initrd, contents(packages) | tree(tests, "/guest/tests") | dict(more))
     for number in range(_TRIES):
         _make_disks(files, packages)
@@ -75,7 +76,8 @@ def _boot(files: machine.Files, packages: Packages) -> bool:
     """Run the machine to its end; false when it never came to its first program."""
     for path in (files.steps, files.kernel_log, files.output):
         path.write_bytes(b"")
-    files.control.unlink(missing_ok=True)
+    for socket in (files.control, files.commands):
+        socket.unlink(missing_ok=True)
     share = packages.root / "usr/share"
     command = packages.command("usr/bin/qemu-system-x86_64")
     command += machine.arguments(files, packages.kernel, [share / "qemu", share / "seabios"])

@@ -6,6 +6,7 @@ What each part stands for:
   the bridge's generic port (ACPI 6.5, 5.2.16.1.6), without memory: from its figures the kernel has those of regions.
 - two NVMe devices with 4 KiB sectors behind root ports, from which they can be unplugged.
 - QEMU's own control connection (QMP) as a character device of the guest: a test there breaks its own hardware.
+- another one to whoever runs the guest: two guests whose volatile device is one file are told there what to do.
 
 docs: www.qemu.org/docs/master/system/devices/cxl.html and nvme.html.
 """
@@ -30,6 +31,8 @@ class Files:
     """What the machine reads and writes, below one folder."""
 
     folder: Path
+    pooled: Path | None = None
+    """File of the volatile CXL device where other guests have the same; None where it is this guest's alone."""
 
     @property
     def initrd(self) -> Path:
@@ -71,11 +74,21 @@ class Files:
         """Socket that joins the two ends of QMP."""
         return self.folder / "qmp.sock"
 
+    @property
+    def commands(self) -> Path:
+        """Socket whose other end is the guest's character device `commands`."""
+        return self.folder / "commands.sock"
+
+    @property
+    def process(self) -> Path:
+        """Has the number of QEMU's process while it runs."""
+        return self.folder / "qemu.pid"
+
 
 def arguments(files: Files, kernel: Path, firmware: list[Path]) -> list[str]:
     """Arguments of qemu-system-x86_64; `firmware` are the folders of its boot programs."""
     parts = (
-        ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"],
+        ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-pidfile", str(files.process)],
         [argument for folder in firmware for argument in ("-L", str(folder))],
         ["-accel", "tcg,thread=multi", "-cpu", _PROCESSOR, "-smp", "2,sockets=1"],
         ["-kernel", str(kernel), "-initrd", str(files.initrd), "-append", _KERNEL],
@@ -107,12 +120,13 @@ def _figures(node: int, latency_ns: int, gigabytes_per_second: int) -> list[str]
 
 def _cxl(files: Files) -> list[str]:
     image = "memory-backend-file,share=on"
+    volatile = "memory-backend-ram" if files.pooled is None else f"memory-backend-file,mem-path={files.pooled}"
     return [
         "-device", "pxb-cxl,bus_nr=12,bus=pcie.0,id=cxl.1",
         "-object", "acpi-generic-port,id=port,pci-bus=cxl.1,node=2",
         "-device", "cxl-rp,port=0,bus=cxl.1,id=cxl-port0,chassis=0,slot=2",
         "-device", "cxl-rp,port=1,bus=cxl.1,id=cxl-port1,chassis=0,slot=3",
-        "-object", f"memory-backend-ram,id=volatile,size={CXL_BYTES},share=on",
+        "-object", f"{volatile},id=volatile,size={CXL_BYTES},share=on",
         "-device", f"cxl-type3,bus=cxl-port0,volatile-memdev=volatile,id=cxl-volatile,sn={VOLATILE_SERIAL:#x}",
         "-object", f"{image},id=persistent,mem-path={files.persistent},size={CXL_BYTES}",
         "-object", f"{image},id=labels,mem-path={files.labels},size=1M",
@@ -139,4 +153,6 @@ def _lines(files: Files) -> list[str]:
         "-mon", "chardev=control,mode=control",
         "-chardev", f"socket,id=inside,path={files.control}",
         "-device", "virtio-serial-pci,bus=pcie.0", "-device", "virtserialport,chardev=inside,name=qmp",
+        "-chardev", f"socket,id=commands,path={files.commands},server=on,wait=off",
+        "-device", "virtserialport,chardev=commands,name=commands",
     ]  # fmt: skip

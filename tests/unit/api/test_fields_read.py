@@ -40,6 +40,9 @@ READ: Final[dict[str, dict[str, str]]] = {
         "NvmeTier.io": "tier.io",
         "RemoteFlashTier.path": "tier.path",
     },
+    "agent/kvstrata_agent/backends/device/pooled.py": {
+        "CxlPooled.path": "settings.path",
+    },
     "agent/kvstrata_agent/backends/memory/cxl.py": {
         "CxlEmulation.path": "emulation.path",
         "CxlEmulation.latency_ns": "emulation.latency_ns",
