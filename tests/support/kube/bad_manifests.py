@@ -220,6 +220,13 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
     ("kvpool-all-fields", (*_tier(2), "cxl", "mode"), GONE, "spec.tiers[2].cxl.emulated"),
     ("kvpool-all-fields", (*_tier(2), "cxl", "mode"), "DevDax", "spec.tiers[2].cxl.emulated"),
     ("kvpool-all-fields", (*_tier(2), "cxl", "emulated"), GONE, "spec.tiers[2].cxl.emulated"),
+    ("kvpool-all-fields", (*_tier(2), "cxl"), {"mode": "Pooled"}, "spec.tiers[2].cxl.pooled"),
+    (
+        "kvpool-all-fields",
+        (*_tier(2), "cxl"),
+        {"mode": "DevDax", "pooled": {"path": "/dev/p"}},
+        "spec.tiers[2].cxl.pooled",
+    ),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_DRAM, "name": "dram"}], "spec.tiers"),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {k: v for k, v in _DRAM.items() if k != "name"}], "spec.tiers"),
     ("kvpool-minimal", ("spec", "tiers"), [{"type": "HostDRAM", "capacityPerNode": "1Gi"}] * 2, "spec.tiers"),
