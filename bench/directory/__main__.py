@@ -68,7 +68,7 @@ class Directory:
         self.store = Store(server.access(Role.AGENT), timeout_s=60.0)
         self.care = Store(server.access(Role.METADATA), timeout_s=60.0)
         self.secret = ScopeSecret(ScopeId("tenant/bench/uid/v1"), os.urandom(32))
-        self._incarnation = Incarnation(b"")
+        self.incarnation = Incarnation(b"")
         self._lanes: list[list[Announcement]] = []
         self.digests: list[bytes] = []
 
@@ -76,7 +76,7 @@ class Directory:
         """A new scope and what is to be told of it."""
         self.secret = ScopeSecret(ScopeId("tenant/bench/uid/v1"), os.urandom(32))
         answer = await registry.register_agent(self.store, AgentRecord("p.bench", time.time_ns(), "127.0.0.1:1"))
-        self._incarnation = answer.incarnation
+        self.incarnation = answer.incarnation
         every = [Shard(self.secret.tag(), i) for i in range(SHARDS)]
         assert await registry.open_shards(self.store, answer.incarnation, every) is Verdict.OK
         self.digests = [os.urandom(20) for _ in range(locations)]
@@ -94,7 +94,7 @@ class Directory:
             mode = Mode.CONTINUE if start else Mode.RESET
             cut = ((i, tuple(self._lanes[i][start : start + CHUNK])) for i in indexes)
             batches = [
-                Batch(Shard(tag, i), self._incarnation, start // CHUNK + 1, mode, part) for i, part in cut if part
+                Batch(Shard(tag, i), self.incarnation, start // CHUNK + 1, mode, part) for i, part in cut if part
             ]
             for at in range(0, len(batches), 4):
                 verdicts = await shards.announce(self.store, batches[at : at + 4])

@@ -8,10 +8,11 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvstrata_api.errors import DirectoryAwayError
-from kvstrata_metadata.client.outbox import Outbox
+from kvstrata_metadata.client.outbox import ROUND_CHANGES_MAX, Outbox
 from kvstrata_metadata.directory import registry, shards
 from kvstrata_metadata.directory.registry import BEAT_S
 from kvstrata_metadata.directory.shards import Batch, Mode
@@ -37,8 +38,17 @@ FULL_DELAY_S: Final = 5.0
 REST_S: Final = 1.0
 """How long lanes rest whose part of the directory did not answer."""
 
-REPORT_AHEAD: Final = 8_000
-"""Changes queued ahead of what is sent: a report is read as it leaves, so a million blocks cost no memory."""
+REPORT_AHEAD: Final = 4_000
+"""Changes queued ahead of what is sent: a report is read as it leaves, so a million blocks cost no memory. A round of
+the outbox: what waits there goes before what changes meanwhile."""
+
+ROUND_S: Final = 0.1
+"""A round of a report that takes longer has met others: a server alone takes 25 ms for one."""
+
+ROUND_CHANGES_MIN: Final = 128
+"""The first round of a report, and the smallest."""
+_PACE_S_MAX: Final = 60.0
+_PACE_S_MIN: Final = 0.001
 
 SHARDS_PER_CALL: Final = 64
 
@@ -47,6 +57,32 @@ Holdings = Callable[[], Iterable[tuple[str, Sequence[Announcement]]]]
 first part at the latest, so that a block which comes later is announced, and one that goes is withdrawn."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How large a round of a report is and how long it rests before the next one, by what the last one took. Pure.
+
+    Without it all agents of a fleet have a round at the server at any time, and whatever else is asked of it waits for
+    all of them: 5,000 rounds of 6 ms are longer than an agent may be silent. Rounds begin small and double while they
+    are quick (slow start, RFC 5681); slow ones are halved, then rest half as long again, so they settle where one
+    takes about `ROUND_S` however many agents there are. Figures chosen in `bench.scale`, for 2 to 5,000 agents.
+    """
+
+    changes: int = ROUND_CHANGES_MIN
+    """Of the next round."""
+    rest_s: float = 0.0
+
+    def after(self, took_s: float) -> float:
+        """Rest after a round; between half and all of what was found, so that agents do not move together."""
+        if took_s <= ROUND_S:
+            self.changes = min(ROUND_CHANGES_MAX, 2 * self.changes) if took_s <= ROUND_S / 2 else self.changes
+            self.rest_s = self.rest_s / 2 if self.rest_s > _PACE_S_MIN else 0.0
+        elif self.changes > ROUND_CHANGES_MIN:
+            self.changes = max(ROUND_CHANGES_MIN, self.changes // 2)
+        else:
+            self.rest_s = min(_PACE_S_MAX, max(1.5 * self.rest_s, took_s))
+        return self.rest_s * random.uniform(0.5, 1.0)
 
 
 class Announcer:
@@ -76,6 +112,8 @@ class Announcer:
         self._is_registry_away = False
         self._parts: Iterator[tuple[str, Sequence[Announcement]]] = iter(())
         """What the report under way has still to read."""
+        self._pace = Pace()
+        self._read_due_s = 0.0
         self.is_up = False
         """True from a registration or heartbeat that was answered until the directory goes away."""
         self.reports_total = 0
@@ -219,7 +257,7 @@ class Announcer:
         if await self._withdraw(store):
             self._report_due_s = None
             if self._outbox.begin_report():
-                self._parts = iter(self._holdings())
+                self._parts, self._pace = iter(self._holdings()), Pace()
                 self.reports_total += 1
 
     def _report_delay_s(self) -> float:
@@ -247,6 +285,8 @@ class Announcer:
 
     async def _read_ahead(self) -> None:
         """Read the next parts of the report under way; others have the loop between two parts."""
+        if _now_s() < self._read_due_s:
+            return
         while self._outbox.is_reporting and self._outbox.depth < REPORT_AHEAD:
             part = next(self._parts, None)
             if part is None:
@@ -258,11 +298,15 @@ class Announcer:
     async def _send_changes(self, store: Store) -> None:
         """Send one round of changes, or wait for some until the next thing is due."""
         self._has_changes.clear()
-        batches = self._outbox.next_round()
+        batches = self._outbox.next_round(self._pace.changes if self._outbox.is_reporting else ROUND_CHANGES_MAX)
         if not batches:
             await self._wait()
             return
+        began_s = _now_s()
         verdicts = await self._deliver(store, batches)
+        if self._outbox.is_reporting:
+            ended_s = _now_s()
+            self._read_due_s = ended_s + self._pace.after(ended_s - began_s)
         if Verdict.AWAY in verdicts and not self._outbox.is_resting:
             self._wake_due_s = _now_s() + REST_S
         if not self._outbox.settle(batches, verdicts):
@@ -284,6 +328,8 @@ class Announcer:
         due_s = min(self._beat_due_s, self._report_due_s or self._beat_due_s)
         if self._outbox.is_resting:
             due_s = min(due_s, self._wake_due_s)
+        if self._outbox.is_reporting:
+            due_s = min(due_s, self._read_due_s)
         try:
             async with asyncio.timeout(max(0.0, due_s - _now_s())):
                 await self._has_changes.wait()

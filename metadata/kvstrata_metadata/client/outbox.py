@@ -181,23 +181,23 @@ class Outbox:
         """Everything that is held has been queued."""
         self._reporting = None
 
-    def next_round(self) -> list[Batch]:
+    def next_round(self, changes_max: int = ROUND_CHANGES_MAX) -> list[Batch]:
         """Messages to send now, at most one for each shard; the same ones again until they are settled."""
         batches: list[Batch] = []
-        room = ROUND_CHANGES_MAX
+        room = changes_max
         for shard in self._active:
             if len(batches) == ROUND_BATCHES_MAX or room <= 0:
                 break
-            batch = self._lanes[shard].under_way or self._send(shard)
+            batch = self._lanes[shard].under_way or self._send(shard, min(CHUNK, room))
             batches.append(batch)
             room -= len(batch.changes)
         return batches
 
-    def _send(self, shard: Shard) -> Batch:
+    def _send(self, shard: Shard, most: int) -> Batch:
         assert self._incarnation is not None, "registered first"
         lane = self._lanes[shard]
         take = lane.waiting.popleft
-        changes = tuple([take() for _ in range(min(CHUNK, len(lane.waiting)))])
+        changes = tuple([take() for _ in range(min(most, len(lane.waiting)))])
         self._forget(len(changes))
         lane.sequence += 1
         lane.is_fresh = False
