@@ -242,6 +242,16 @@ EVENTS: Final = (
         "This node cannot do its part of a KVOperation; the operation's status has the same reason.",
     ),
     LogEvent(
+        "offload engine given up", "error", ("agent",), ("engine", "cause"),
+        "The offload library did not do what its interface promises; the processor does all from here on, and nothing "
+        "is lost. Restart the agent to try the library again; `kvstrata conformance --offload` says what is wrong "
+        "with it.",
+    ),
+    LogEvent(
+        "offload engine is emulated", "warning", ("agent",), ("engine",),
+        "The library plays a device: what it does says nothing about how fast a real one is.",
+    ),
+    LogEvent(
         "peer conversation failed", "error", ("agent",), (),
         "A defect of ours ended a connection with another node, whose blocks are misses meanwhile. Please report "
         "the traceback.",
