@@ -83,7 +83,9 @@ def _compile(options: list[str], sources: list[Path], library: Path) -> str | No
 def main(arguments: list[str] | None = None) -> int:
     """Compile beside the sources what is out of date there: 0. With --offload, the reference alone: 0, or 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--offload", type=Path, metavar="LIBRARY", help="make the offload reference a library of its own")
+    parser.add_argument(
+        "--offload", type=Path, metavar="LIBRARY", help="make the offload reference a library of its own"
+    )
     parser.add_argument("-D", dest="macros", action="append", default=[], metavar="MACRO", help="macro for it")
     given = parser.parse_args(arguments)
     sources = Path(__file__).resolve().parents[1] / PACKAGE

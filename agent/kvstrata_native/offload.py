@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, byref, c_char, c_double, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from enum import IntEnum, IntFlag
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import kvstrata_native
@@ -17,7 +18,6 @@ from kvstrata_native import choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 ABI_MAJOR: Final = 1
 ABI_MINOR: Final = 0
@@ -27,8 +27,8 @@ DIGEST_BYTES: Final = 16
 REFERENCE: Final = "reference"
 KERNELS: Final = "none"
 """As the engine that is asked for: the kernels are called without the interface."""
-FROM_BYTES: Final = 64 << 10
-"""Blocks from here on are an engine's. A descriptor costs 0.2 us, and such a copy with its digest 3 us at least
+FROM_BYTES: Final = 512 << 10
+"""Blocks from here on are an engine's. A descriptor costs 0.2 us, and such a copy with its digest 20 us
 (`python -m bench.offload`)."""
 
 
@@ -385,7 +385,7 @@ class _LibraryQueue:
         return Status(self._api.cancel(self._handle, tag))
 
     def close(self) -> None:
-        if self._handle:
+        if self._handle.value is not None:
             self._api.queue_destroy(self._handle)
             self._handle = c_void_p()
 
@@ -399,7 +399,7 @@ class LibraryDevice:
         """The table, for who tries what the methods would not do."""
         self.handle = c_void_p()
         status = api.open(ABI_VERSION, configuration.encode() if configuration else None, byref(self.handle))
-        if status != Status.OK or not self.handle:
+        if status != Status.OK or self.handle.value is None:
             raise OffloadError(f"offload library {name}: open: {_named(status)}", _status(status))
 
     @property
@@ -433,7 +433,7 @@ class LibraryDevice:
 
     def close(self) -> None:
         """Close it. Raises `OffloadError` while it has queues."""
-        if self.handle:
+        if self.handle.value is not None:
             self._check("close", self.api.close(self.handle))
             self.handle = c_void_p()
 
@@ -476,8 +476,6 @@ def load_api(path: Path) -> Api:
 
 def open_reference(level: str | None = None) -> LibraryDevice:
     """Open the reference of this build, with kernels of a level. Raises `OffloadError` where it has none compiled."""
-    from pathlib import Path  # noqa: PLC0415  Most processes that import this open no library.
-
     found = choice.compiled()
     if found is None:
         raise OffloadError("offload engine reference: this build has no compiled kernels")

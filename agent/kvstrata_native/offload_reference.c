@@ -2,7 +2,7 @@
 
    A queue's work is done by the thread that polls it, so that what was submitted can be cancelled until then. The device
    is named "reference"; built with KVO_EMULATED it plays an accelerator, and says so. `configuration` names a level of
-   kernels. KVO_DEFECT builds one that is wrong, for the tests of the conformance kit. */
+   kernels. KVO_DEFECTS builds one that can be wrong, for the tests of the conformance kit. */
 #define _DEFAULT_SOURCE /* madvise and clock_gettime. */
 #include "offload.h"
 
@@ -17,9 +17,11 @@
 
 #include "levels.h"
 
-/* Wrong on purpose, by number; tests/support/native has the list. */
-#ifndef KVO_DEFECT
-#define KVO_DEFECT 0
+/* Wrong on purpose, in builds for tests alone: by the number in $KVO_DEFECT when the device is opened. */
+#ifdef KVO_DEFECTS
+static int defect;
+#else
+enum { defect = 0 };
 #endif
 enum { DEFECT_DIGEST_TAIL = 1, DEFECT_BYTE_TOO_MANY, DEFECT_LOST_COMPLETION, DEFECT_WRONG_ERROR, DEFECT_UNVERIFIED,
        DEFECT_READ_TWICE, DEFECT_SCOPES_MIXED, DEFECT_FENCE_IGNORED };
@@ -98,6 +100,9 @@ static int32_t open_device(uint32_t abi_version, const char *configuration, KvoD
     KvoDevice *made = calloc(1, sizeof *made);
     if (made == NULL)
         return KVO_E_DEVICE;
+#ifdef KVO_DEFECTS
+    defect = getenv("KVO_DEFECT") != NULL ? atoi(getenv("KVO_DEFECT")) : 0;
+#endif
     made->kernels = kernels;
     pthread_mutex_init(&made->lock, NULL);
     *device = made;
@@ -392,7 +397,7 @@ static int32_t check_lengths(const Entry *entry)
     uint64_t target_bytes = bytes_of(targets_of(entry), asked->target_count);
     int is_hashed = asked->steps & (KVO_STEP_DIGEST | KVO_STEP_VERIFY);
     if (asked->codec == KVO_CODEC_NONE && (asked->steps & KVO_STEP_COPY) && source_bytes != target_bytes)
-        return KVO_DEFECT == DEFECT_WRONG_ERROR ? KVO_E_INVALID : KVO_E_LENGTH;
+        return defect == DEFECT_WRONG_ERROR ? KVO_E_INVALID : KVO_E_LENGTH;
     uint64_t hashed_bytes = source_bytes;
     if ((asked->steps & KVO_STEP_DECODE) && (asked->steps & KVO_STEP_DIGEST))
         hashed_bytes = (asked->steps & KVO_STEP_VERIFY) && source_bytes < target_bytes ? source_bytes : target_bytes;
@@ -465,10 +470,11 @@ static void read_once(const Kernels *kernels, uint8_t *into, const KvoSegment *f
         gather(room, from, count);
         source = room;
     }
-    int is_streamed = (asked->flags & KVO_FLAG_STREAM) && bytes >= STREAM_FROM_BYTES;
-    if (KVO_DEFECT == DEFECT_READ_TWICE && into != NULL) {
+    int is_streamed = into != NULL && (asked->flags & KVO_FLAG_STREAM) && bytes >= STREAM_FROM_BYTES;
+    if (defect == DEFECT_READ_TWICE && into != NULL) {
         memcpy(into, source, bytes);
         into = NULL;
+        is_streamed = 0;
     }
     if (into == NULL && seeds == 1)
         kernels->digest(source, bytes, asked->seeds[0], digests);
@@ -478,7 +484,7 @@ static void read_once(const Kernels *kernels, uint8_t *into, const KvoSegment *f
 
 static int32_t verify(const KvoDescriptor *asked, const KvoCompletion *done)
 {
-    if (!(asked->steps & KVO_STEP_VERIFY) || KVO_DEFECT == DEFECT_UNVERIFIED)
+    if (!(asked->steps & KVO_STEP_VERIFY) || defect == DEFECT_UNVERIFIED)
         return KVO_OK;
     return memcmp(done->digests[0], asked->expected, KVO_DIGEST_BYTES) == 0 ? KVO_OK : KVO_E_MISMATCH;
 }
@@ -644,7 +650,7 @@ static size_t slot_of(const KvoDevice *device, uint64_t scope, const uint8_t *fi
 {
     uint64_t key;
     memcpy(&key, fingerprint, sizeof key);
-    if (KVO_DEFECT == DEFECT_SCOPES_MIXED)
+    if (defect == DEFECT_SCOPES_MIXED)
         scope = 0;
     return (size_t)((key ^ scope * 0x9E3779B97F4A7C15u) & (device->room - 1));
 }
@@ -659,7 +665,7 @@ static Fingerprint *find(KvoDevice *device, uint64_t scope, const uint8_t *finge
             *place = one;
         if (one->state == SLOT_FREE)
             return NULL;
-        if (one->state == SLOT_HELD && (one->scope == scope || KVO_DEFECT == DEFECT_SCOPES_MIXED) &&
+        if (one->state == SLOT_HELD && (one->scope == scope || defect == DEFECT_SCOPES_MIXED) &&
             memcmp(one->fingerprint, fingerprint, KVO_DIGEST_BYTES) == 0)
             return one;
     }
@@ -779,9 +785,9 @@ static void work(KvoDevice *device, const Entry *entry, KvoCompletion *done)
         use_memory(device, entry, 0);
         if (done->status != KVO_OK)
             done->filled_bytes = 0;
-        if (KVO_DEFECT == DEFECT_DIGEST_TAIL && (steps & KVO_STEP_DIGEST))
+        if (defect == DEFECT_DIGEST_TAIL && (steps & KVO_STEP_DIGEST))
             done->digests[0][KVO_DIGEST_BYTES - 1] ^= 1;
-        if (KVO_DEFECT == DEFECT_BYTE_TOO_MANY && (steps & KVO_STEP_DECODE) && done->status == KVO_OK)
+        if (defect == DEFECT_BYTE_TOO_MANY && (steps & KVO_STEP_DECODE) && done->status == KVO_OK)
             ((uint8_t *)at(targets_of(entry)))[targets_of(entry)->size_bytes] ^= 0xFF;
     }
     done->served_ns = now_ns() - began_ns;
@@ -886,21 +892,26 @@ static int32_t submit(KvoQueue *queue, const KvoDescriptor *batch, uint32_t coun
     return *accepted < count ? KVO_E_FULL : KVO_OK;
 }
 
-/* The most urgent of those that may begin: none behind a fence while something before it is left. */
-static Entry *next_of(KvoQueue *queue)
+/* Makes room where the oldest ones have ended. */
+static void trim(KvoQueue *queue)
 {
     while (queue->count && entry_at(queue, 0)->state == ENTRY_FREE) {
         queue->first = queue->first + 1 == queue->depth ? 0 : queue->first + 1;
         queue->count--;
     }
+}
+
+/* The most urgent of those that may begin: none behind a fence while something before it is left. */
+static Entry *next_of(KvoQueue *queue)
+{
     Entry *best = NULL;
     for (uint32_t i = 0; i < queue->count; i++) {
         Entry *entry = entry_at(queue, i);
         int is_fence = (entry->asked.flags & KVO_FLAG_FENCE) != 0;
-        if (entry->state != ENTRY_FREE && (!is_fence || i == 0 || KVO_DEFECT == DEFECT_FENCE_IGNORED) &&
+        if (entry->state != ENTRY_FREE && (!is_fence || i == 0 || defect == DEFECT_FENCE_IGNORED) &&
             (best == NULL || entry->asked.priority > best->asked.priority))
             best = entry;
-        if (is_fence && KVO_DEFECT != DEFECT_FENCE_IGNORED)
+        if (is_fence && defect != DEFECT_FENCE_IGNORED)
             break;
     }
     return best;
@@ -925,7 +936,8 @@ static int32_t poll_queue(KvoQueue *queue, KvoCompletion *completions, uint32_t 
             break;
         work(queue->device, entry, &done);
         entry->state = ENTRY_FREE;
-        if (KVO_DEFECT == DEFECT_LOST_COMPLETION && entry->asked.tag % 7 == 6)
+        trim(queue);
+        if (defect == DEFECT_LOST_COMPLETION && entry->asked.tag % 7 == 6)
             continue;
         give(into, &done, sizeof done, sizeof done);
         into += head[1];

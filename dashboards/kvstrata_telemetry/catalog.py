@@ -40,7 +40,8 @@ class PeerMetric:
 
 AGENT: Final = (
     Metric(
-        "kvstrata_agent_info", Kind.GAUGE, "Always 1; version of the agent, the level of its kernels, and its offload engine.",
+        "kvstrata_agent_info", Kind.GAUGE,
+        "Always 1; version of the agent, the level of its kernels, and its offload engine.",
         ("pool", "node", "version", "kernels", "engine"),
     ),
     Metric(

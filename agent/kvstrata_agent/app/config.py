@@ -132,8 +132,9 @@ def add_offload(parser: argparse.ArgumentParser) -> None:
         "--offload",
         default=os.environ.get("KVSTRATA_OFFLOAD") or REFERENCE,
         metavar="ENGINE",
-        help=f"what codes, copies and digests blocks: {REFERENCE} (this processor, by the offload interface), {KERNELS} "
-        f"(this processor), or the path of a library with that interface; default: $KVSTRATA_OFFLOAD or {REFERENCE}",
+        help=f"what codes, copies and digests blocks: {REFERENCE} (this processor, by the offload interface), "
+        f"{KERNELS} (this processor), or the path of a library with that interface; default: $KVSTRATA_OFFLOAD or "
+        f"{REFERENCE}",
     )
 
 
