@@ -1,4 +1,4 @@
-"""The kit for offload libraries: the reference passes it, each seeded defect is named, and an agent runs on a library."""
+"""The kit for offload libraries: the reference passes, each seeded defect is named, and an agent runs on a library."""
 
 import json
 import signal
@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import native_build
 import pytest
 
 import kvstrata_native
+import native_build
 from kvstrata_client.conformance import offload
 from kvstrata_native.choice import PYTHON
 from support.client.conformance_kit import kit

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import isclose
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def device() -> Iterator[SimulatedDevice]:
     made.close()
 
 
-def copy(tag: int, steps: Step = Step.COPY, **fields: int | tuple[int, ...]) -> Descriptor:
+def copy(tag: int, steps: Step = Step.COPY, **fields: Any) -> Descriptor:
     sides = [Segment(SOURCE.ctypes.data, SIZE, 0)], [Segment(INTO.ctypes.data, SIZE, 0)]
     return descriptor(steps, *sides, tag=tag, **fields)
 
@@ -94,7 +95,7 @@ def test_channels_serve_at_once_and_the_rest_waits() -> None:
     device = SimulatedDevice(open_reference(), Model(channels=3, fixed_s=1e-6, bytes_per_s=4.096e9))
     queue = device.queue(7)
     assert queue.submit([copy(tag) for tag in range(9)]) == 7
-    ended = []
+    ended: list[Completion] = []
     while len(ended) < 7:
         ended += queue.poll(7, 1.0)
     assert [(d.tag, d.waited_ns) for d in ended] == [
@@ -110,7 +111,7 @@ def test_channels_serve_at_once_and_the_rest_waits() -> None:
 def test_the_highest_priority_is_next_and_fences_hold(device: SimulatedDevice) -> None:
     queue = device.queue(8)
     queue.submit([copy(0), copy(1, priority=1), copy(2, priority=9), copy(3, flags=Flag.FENCE), copy(4, priority=99)])
-    ended = []
+    ended: list[Completion] = []
     while len(ended) < 5:
         ended += queue.poll(8, 1.0)
     assert [d.tag for d in ended] == [2, 1, 0, 3, 4]
@@ -121,7 +122,7 @@ def test_what_has_not_begun_can_be_cancelled(device: SimulatedDevice) -> None:
     queue = device.queue(3)
     queue.submit([copy(tag) for tag in range(3)])
     assert [queue.cancel(tag) for tag in (0, 1, 7)] == [Status.BUSY, Status.OK, Status.NOT_FOUND]
-    ended = []
+    ended: list[Completion] = []
     while len(ended) < 3:
         ended += queue.poll(3, 1.0)
     assert {d.tag: d.status for d in ended} == {0: Status.OK, 1: Status.CANCELLED, 2: Status.OK}
