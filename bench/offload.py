@@ -1,9 +1,10 @@
 """The offload interface: what the reference costs the agent, and what a device would bring that is simulated.
 
 `reference_cost` is what the agent's work on blocks of 2 MiB takes longer through the interface, with the reference,
-than with the kernels alone: the worst of copy, copy with digest, lossless coding and decoding, and of stores and loads
-through a real agent. The simulated device has results of the reference, and times and joules of a model
-(`harness/simulated_device.py`): its figures are what is assumed, put together, and no measurement.
+than with the kernels alone: the worst of copy, copy with digest, lossless coding and decoding, medians of pairs.
+`agent_cost` is that of stores and loads through a real agent, where the client's work is most, and `agent_noise` what
+two agents without the interface differ by in the same turns. The simulated device has results of the reference, and
+times and joules of a model (`harness/simulated_device.py`): its figures are what is assumed, put together.
 """
 
 import contextlib
@@ -47,6 +48,9 @@ CORE_W: Final = 3.75
 """Of one core of a server: AMD's EPYC 9654 has 360 W for 96 (amd.com). Nothing is measured: these machines show no
 counters of energy."""
 ENGINES: Final = (KERNELS, REFERENCE)
+CONTROL: Final = "control"
+"""Another agent without the interface."""
+AGENTS: Final = (*ENGINES, CONTROL)
 Work = Callable[[int], object]
 
 
@@ -68,39 +72,48 @@ def works(size_bytes: int, blocks: int) -> dict[str, Work]:
 
 
 def kernel_costs(size_bytes: int, blocks: int, repeats: int) -> dict[str, dict[str, Sample]]:
-    """Seconds of one block by work and engine; engines take turns, the other one first each time."""
+    """Seconds of one block by work and engine, the median block of each repeat.
+
+    Engines take turns at every block, the other one first each time: what disturbs one of them for long disturbs both.
+    """
+    first, first_into = np.ones((2, offload.FROM_BYTES), np.uint8)
     taken: dict[str, dict[str, list[float]]] = {}
     for name, work in works(size_bytes, blocks).items():
         seconds = taken.setdefault(name, {engine: [] for engine in ENGINES})
         for repeat in range(-2, repeats):
-            for engine in ENGINES if repeat % 2 else ENGINES[::-1]:
-                offload.engage(engine)
-                began_s = time.perf_counter()
-                for i in range(blocks):
-                    work(i)
-                if repeat >= 0:
-                    seconds[engine].append((time.perf_counter() - began_s) / blocks)
+            each: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+            for i in range(blocks):
+                for engine in ENGINES if (repeat + i) % 2 else ENGINES[::-1]:
+                    offload.engage(engine)
+                    kvstrata_native.copy_digest(first_into, first)  # The host makes an engine's first digest again.
+                    began_s = time.perf_counter()
+                    work((i + blocks // 2 * ENGINES.index(engine)) % blocks)  # Neither finds it in a cache.
+                    each[engine].append(time.perf_counter() - began_s)
+            if repeat >= 0:
+                for engine in ENGINES:
+                    seconds[engine].append(median(each[engine]))
     offload.engage(KERNELS)
     return {name: {e: Sample(tuple(s)) for e, s in seconds.items()} for name, seconds in taken.items()}
 
 
 @contextlib.contextmanager
 def agents() -> Iterator[dict[str, Side]]:
-    """A real agent and its client for each engine."""
+    """A real agent and its client for each of `AGENTS`."""
     with contextlib.ExitStack() as stack:
         sides = {}
-        for engine in ENGINES:
+        for name in AGENTS:
+            engine = KERNELS if name == CONTROL else name
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-"))
             socket = ("--socket", str(Path(directory) / "agent.sock"))
             arguments = (*socket, "--capacity-bytes", str(CAPACITY_BYTES), "--offload", engine)
             python = Path(sys.executable)
             agent = stack.enter_context(
-                Driver(Command(f"agent {engine}", python, "bench.harness.agent_process", arguments))
+                Driver(Command(f"agent {name}", python, "bench.harness.agent_process", arguments))
             )
-            client = stack.enter_context(Driver(Command(engine, python, "bench.peers.ours", (*socket, "--tokens"))))
+            client = stack.enter_context(Driver(Command(name, python, "bench.peers.ours", (*socket, "--tokens"))))
             agent.read()
             client.versions()
-            sides[engine] = Side(agent, client)
+            sides[name] = Side(agent, client)
         yield sides
 
 
@@ -112,9 +125,9 @@ def agent_costs(case: Case) -> dict[str, dict[str, Sample]]:
             side.client.ask("open", block_bytes=work.block_bytes, blocks=work.blocks, batch=work.batch, client=0)
         generation = 0
         for repeat in range(-2, case.repeats):
-            for engine in ENGINES if repeat % 2 else ENGINES[::-1]:
+            for name in AGENTS[repeat % 3 :] + AGENTS[: repeat % 3]:
                 generation += 1
-                sides[engine].turn(case, generation, is_counted=repeat >= 0)
+                sides[name].turn(case, generation, is_counted=repeat >= 0)
         return {
             work: {engine: Sample(tuple(side.seconds[work, case.size])) for engine, side in sides.items()}
             for work in ("put", "get")
@@ -170,7 +183,12 @@ def main() -> int:
 
     measured = kernel_costs(BLOCK_BYTES, blocks, repeats)
     costs += [note(f"{name}_2Mi", taken) for name, taken in measured.items()]
-    costs += [note(f"{work}_2Mi", taken) for work, taken in agent_costs(cases[0]).items()]
+    through = agent_costs(cases[0])
+    for work, taken in through.items():
+        note(f"{work}_2Mi", taken)
+    for name, other in (("agent_cost", REFERENCE), ("agent_noise", CONTROL)):
+        slower = [time_ratio(taken[KERNELS], taken[other]) for taken in through.values()]
+        values[name] = max(ratio - 1 for ratio in slower if ratio is not None)
     small = kernel_costs(SMALL_BYTES, blocks * 4, repeats)
     values["reference_cost_512Ki"] = max(note(f"{name}_512Ki", taken) for name, taken in small.items())
     values["reference_cost"] = max(costs)

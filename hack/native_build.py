@@ -49,13 +49,13 @@ def compile_kernels(sources: Path, library: Path) -> str | None:
     return _compile([limited, *(f"-I{folder}" for folder in _headers())], sorted(sources.glob("*.c")), library)
 
 
-def compile_offload(sources: Path, library: Path, *defines: str) -> str | None:
+def compile_offload(sources: Path, library: Path, *options: str) -> str | None:
     """Make a library of the offload reference that needs no Python; None, or why it could not be made.
 
-    `defines` are macros of `offload_reference.c`, as NAME or NAME=VALUE.
+    `options` are the compiler's, such as -D for macros of `offload_reference.c`.
     """
     files = [path for path in sorted(sources.glob("*.c")) if not path.name.startswith(_OF_PYTHON)]
-    return _compile([f"-D{macro}" for macro in defines], files, library)
+    return _compile([*options], files, library)
 
 
 def _compile(options: list[str], sources: list[Path], library: Path) -> str | None:
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     sources = Path(__file__).resolve().parents[1] / PACKAGE
     if given.offload is not None:
-        failure = compile_offload(sources, given.offload, *given.macros)
+        failure = compile_offload(sources, given.offload, *(f"-D{macro}" for macro in given.macros))
         if failure is not None:
             print(failure, file=sys.stderr)
         return int(failure is not None)

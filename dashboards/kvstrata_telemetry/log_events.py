@@ -233,15 +233,6 @@ EVENTS: Final = (
         "As above, by name.",
     ),
     LogEvent(
-        "order failed", "error", ("agent",), ("order",),
-        "A defect of ours ended this node's part of a KVOperation. Please report the traceback.",
-        has_traceback=True,
-    ),
-    LogEvent(
-        "order refused", "warning", ("agent",), ("order", "cause"),
-        "This node cannot do its part of a KVOperation; the operation's status has the same reason.",
-    ),
-    LogEvent(
         "offload engine given up", "error", ("agent",), ("engine", "cause"),
         "The offload library did not do what its interface promises; the processor does all from here on, and nothing "
         "is lost. Restart the agent to try the library again; `kvstrata conformance --offload` says what is wrong "
@@ -250,6 +241,15 @@ EVENTS: Final = (
     LogEvent(
         "offload engine is emulated", "warning", ("agent",), ("engine",),
         "The library plays a device: what it does says nothing about how fast a real one is.",
+    ),
+    LogEvent(
+        "order failed", "error", ("agent",), ("order",),
+        "A defect of ours ended this node's part of a KVOperation. Please report the traceback.",
+        has_traceback=True,
+    ),
+    LogEvent(
+        "order refused", "warning", ("agent",), ("order", "cause"),
+        "This node cannot do its part of a KVOperation; the operation's status has the same reason.",
     ),
     LogEvent(
         "peer conversation failed", "error", ("agent",), (),

@@ -40,7 +40,7 @@ DEFECTS = {
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library of the reference by itself, that says it is emulated and can be wrong."""
     made = tmp_path_factory.mktemp("offload") / "emulated.so"
-    assert native_build.compile_offload(SOURCES, made, "KVO_EMULATED", "KVO_DEFECTS") is None
+    assert native_build.compile_offload(SOURCES, made, "-DKVO_EMULATED", "-DKVO_DEFECTS", "-O1") is None
     return made
 
 
