@@ -95,10 +95,10 @@ def test_an_agent_runs_on_the_library_and_says_that_it_is_emulated(library: Path
             for line in started.stdout:  # Until it says whom it serves.
                 if "kvstrata" in line and ready.exists():
                     break
-            status = json.loads((state / "status.json").read_text())["status"]
         finally:
             started.terminate()
             _, errors = started.communicate(timeout=60)
+    status = json.loads((state / "status.json").read_text())["status"]  # The last one, which is written at the end.
     assert status["offloadEngine"] == "emulated-accelerator 1.0 (emulated)"
     assert "offload engine is emulated" in errors
     assert started.returncode == 0
