@@ -7,7 +7,7 @@ from typing import Final
 
 BENCHES: Final = (
     "local", "nvme", "remote", "layers", "handover", "directory", "startup", "isolation", "encryption", "codec", "l2",
-    "pressure", "operator", "scale",
+    "offload", "pressure", "operator", "scale",
 )  # fmt: skip
 """Modules of this package; each is a command line of its own."""
 

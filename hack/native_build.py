@@ -6,6 +6,7 @@ For another machine, $CC is a compiler for it, $KVSTRATA_PYTHON_HEADERS has the 
 $KVSTRATA_WHEEL_PLATFORM the platform in the wheel's name; then a wheel without kernels is an error.
 """
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -18,6 +19,8 @@ PACKAGE: Final = Path("agent/kvstrata_native")
 LIBRARY: Final = "_kernels.abi3.so"
 HEADERS: Final = "KVSTRATA_PYTHON_HEADERS"
 PLATFORM: Final = "KVSTRATA_WHEEL_PLATFORM"
+_OF_PYTHON: Final = "module"
+"""What the sources begin with that include Python's headers."""
 PYTHON_ABI: Final = (3, 11)
 """First Python whose stable ABI has buffers; one library serves all from it on."""
 
@@ -42,13 +45,27 @@ def _headers() -> list[str]:
 
 def compile_kernels(sources: Path, library: Path) -> str | None:
     """Make `library`; None, or why it could not be made."""
+    limited = f"-DPy_LIMITED_API=0x{PYTHON_ABI[0]:02X}{PYTHON_ABI[1]:02X}0000"
+    return _compile([limited, *(f"-I{folder}" for folder in _headers())], sorted(sources.glob("*.c")), library)
+
+
+def compile_offload(sources: Path, library: Path, *options: str) -> str | None:
+    """Make a library of the offload reference that needs no Python; None, or why it could not be made.
+
+    `options` are the compiler's, such as -D for macros of `offload_reference.c`.
+    """
+    files = [path for path in sorted(sources.glob("*.c")) if not path.name.startswith(_OF_PYTHON)]
+    return _compile([*options], files, library)
+
+
+def _compile(options: list[str], sources: list[Path], library: Path) -> str | None:
     making = library.with_name(f".{library.name}.{os.getpid()}")
     command = (
         *shlex.split(os.environ.get("CC") or "cc"),
         *_FLAGS,
-        f"-DPy_LIMITED_API=0x{PYTHON_ABI[0]:02X}{PYTHON_ABI[1]:02X}0000",
-        *(f"-I{folder}" for folder in _headers()),
-        *(str(path) for path in sorted(sources.glob("*.c"))),
+        *options,
+        *map(str, sources),
+        "-ldl",  # Of its own before glibc 2.34.
         "-o",
         str(making),
     )
@@ -63,9 +80,20 @@ def compile_kernels(sources: Path, library: Path) -> str | None:
     return None
 
 
-def main() -> int:
-    """Compile beside the sources what is out of date there; always 0."""
+def main(arguments: list[str] | None = None) -> int:
+    """Compile beside the sources what is out of date there: 0. With --offload, the reference alone: 0, or 1."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--offload", type=Path, metavar="LIBRARY", help="make the offload reference a library of its own"
+    )
+    parser.add_argument("-D", dest="macros", action="append", default=[], metavar="MACRO", help="macro for it")
+    given = parser.parse_args(arguments)
     sources = Path(__file__).resolve().parents[1] / PACKAGE
+    if given.offload is not None:
+        failure = compile_offload(sources, given.offload, *(f"-D{macro}" for macro in given.macros))
+        if failure is not None:
+            print(failure, file=sys.stderr)
+        return int(failure is not None)
     library = sources / LIBRARY
     newest_s = max(path.stat().st_mtime for path in (Path(__file__), *sources.glob("*.[ch]")))
     if library.exists() and library.stat().st_mtime >= newest_s:

@@ -126,7 +126,22 @@ class Compiled(Kernels, Protocol):
         """Levels that this processor can run, the best one first."""
 
     def use(self, level: str, /) -> None:
-        """Take the kernels of another level, in the whole process. Raises `ValueError` for what cannot run here."""
+        """Take the kernels of another level, in the whole process. Raises `ValueError` for what cannot run here.
+
+        An offload engine that is attached is let go.
+        """
+
+    def attach(self, library: str | None, configuration: str | None = None, from_bytes: int = 0, /) -> None:
+        """Let an offload engine do what the kernels do, for blocks of `from_bytes` and more; None is the reference.
+
+        What it fails at, the kernels do. Raises `ValueError` for a library that is none, and changes nothing then.
+        """
+
+    def detach(self) -> None:
+        """Let go of the engine, once it has done what it has under way."""
+
+    def attached(self) -> tuple[str, str, int, str, int, int, int] | None:
+        """Name, version, capabilities, why it was given up, descriptors, fallbacks and bytes of the engine."""
 
 
 def compiled() -> Compiled | None:

@@ -12,6 +12,9 @@
 
 extern const Kernels *chosen;
 extern PyObject *short_digest; /* xxhash.xxh3_128_digest, for what is shorter than HASHED_FROM_BYTES. */
-extern PyMethodDef memory_functions[], codec_functions[];
+extern PyMethodDef memory_functions[], codec_functions[], offload_functions[];
+
+/* Lets go of the engine that is attached, if one is: kernels of this processor from here on. */
+void detach_engine(void);
 
 #endif

@@ -15,6 +15,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from bench.harness.identity import BLOCK_TOKENS, DOMAIN_SECRET, MODEL, POOL, REVISION, SECRET, TOKEN
+from kvstrata_agent.app.config import add_offload
 from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
@@ -36,6 +37,7 @@ from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, Po
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_native.offload import engage
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog import AGENT
@@ -175,8 +177,10 @@ def main() -> None:
         choices=("none", "tenant", "domain"),
         help="tenant: quotas; domain: quotas, and a trust domain's scope to look into before the tenant's own",
     )
+    add_offload(parser)
     tracing.add_arguments(parser)
     arguments = parser.parse_args()
+    engage(arguments.offload)
     tame_collector()
     tracing.configure("agent", tracing.Sending.given(arguments))
     asyncio.run(run(arguments))

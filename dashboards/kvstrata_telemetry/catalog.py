@@ -40,9 +40,20 @@ class PeerMetric:
 
 AGENT: Final = (
     Metric(
-        "kvstrata_agent_info", Kind.GAUGE, "Always 1; version of the agent and the level of its kernels.",
-        ("pool", "node", "version", "kernels"),
+        "kvstrata_agent_info", Kind.GAUGE,
+        "Always 1; version of the agent, the level of its kernels, and its offload engine.",
+        ("pool", "node", "version", "kernels", "engine"),
     ),
+    Metric(
+        "kvstrata_offload_descriptors_total", Kind.COUNTER, "Blocks that the offload engine coded, copied or digested.",
+        ("pool", "node"), values={},
+    ),
+    Metric(
+        "kvstrata_offload_fallbacks_total", Kind.COUNTER,
+        "Blocks that the processor did because the offload engine cannot, had no queue, or failed.",
+        ("pool", "node"), values={},
+    ),
+    Metric("kvstrata_offload_lost", Kind.GAUGE, "1 once the offload engine was given up.", ("pool", "node")),
     Metric("kvstrata_tier_capacity_bytes", Kind.GAUGE, "Bytes that the tier may hold.", ("pool", "node", "tier")),
     Metric("kvstrata_tier_used_bytes", Kind.GAUGE, "Bytes that the tier holds.", ("pool", "node", "tier")),
     Metric("kvstrata_tier_blocks", Kind.GAUGE, "Blocks that the tier holds.", ("pool", "node", "tier")),

@@ -233,6 +233,16 @@ EVENTS: Final = (
         "As above, by name.",
     ),
     LogEvent(
+        "offload engine given up", "error", ("agent",), ("engine", "cause"),
+        "The offload library did not do what its interface promises; the processor does all from here on, and nothing "
+        "is lost. Restart the agent to try the library again; `kvstrata conformance --offload` says what is wrong "
+        "with it.",
+    ),
+    LogEvent(
+        "offload engine is emulated", "warning", ("agent",), ("engine",),
+        "The library plays a device: what it does says nothing about how fast a real one is.",
+    ),
+    LogEvent(
         "order failed", "error", ("agent",), ("order",),
         "A defect of ours ended this node's part of a KVOperation. Please report the traceback.",
         has_traceback=True,

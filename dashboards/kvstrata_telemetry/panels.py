@@ -633,20 +633,33 @@ NODES: Final = Board(
     )),
     Row("Are they alike?", "operator", (
         Panel(
-            "Agents by version", "Agents, by their version and the level of their kernels.", Form.STACK, Unit.NONE,
-            (Query(f"count by (version, kernels) (kvstrata_agent_info{{{NODE}}})", "{{version}} {{kernels}}"),), CALM,
-            8,
+            "Agents by version", "Agents, by their version, the level of their kernels, and their offload engine.",
+            Form.STACK, Unit.NONE,
+            (Query(
+                f"count by (version, kernels, engine) (kvstrata_agent_info{{{NODE}}})",
+                "{{version}} {{kernels}} {{engine}}",
+            ),), CALM, 6,
+        ),
+        Panel(
+            "Offload engines",
+            "Blocks that engines did, that processors did instead of them, and engines that were given up.",
+            Form.LINES, Unit.PER_SECOND,
+            (
+                Query(rate("kvstrata_offload_descriptors_total", "node"), "{{node}} done"),
+                Query(rate("kvstrata_offload_fallbacks_total", "node"), "{{node}} by the processor"),
+                Query(f"sum by (node) (kvstrata_offload_lost{{{NODE}}})", "{{node}} given up"),
+            ), CALM, 6,
         ),
         Panel(
             "Orders", "Parts of KVOperations that agents ended, by node and result.", Form.LINES, Unit.PER_SECOND,
-            (Query(rate("kvstrata_orders_total", "node, type, result"), "{{node}} {{type}} {{result}}"),), CALM, 8,
+            (Query(rate("kvstrata_orders_total", "node, type, result"), "{{node}} {{type}} {{result}}"),), CALM, 6,
         ),
         Panel(
             "Certificates of agents: time left", "Until the first one of each node ends; replaced after two thirds.",
             Form.LINES, Unit.SECONDS,
             (Query(
                 f"min by (node) (kvstrata_certificate_expiry_timestamp_seconds{{{NODE}}}) - time()", "{{node}}",
-            ),), CALM, 8,
+            ),), CALM, 6,
         ),
     )),
 ))  # fmt: skip

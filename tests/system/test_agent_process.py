@@ -42,7 +42,7 @@ def test_an_engine_stores_and_loads_and_the_status_says_so(agent: Agent) -> None
     assert agent.condition("MetadataAvailable")["status"] == "False"
     assert agent.condition("CapacitySatisfied")["status"] == "True"
     assert 'kvstrata_published_blocks_total{node="node-a",pool="' in agent.metrics()
-    assert f'kvstrata_agent_info{{kernels="{kvstrata_native.level}",node="node-a"' in agent.metrics()
+    assert f'kvstrata_agent_info{{engine="reference",kernels="{kvstrata_native.level}",node="node-a"' in agent.metrics()
 
 
 def test_squeezed_memory_goes_to_disk_and_comes_back_the_same(agent: Agent) -> None:

@@ -77,6 +77,24 @@ def test_bench_codec_ends_with_the_agreed_line() -> None:
     assert 0 < said["values"]["int8_relative_error"] < said["values"]["int4_relative_error"] < 0.3
 
 
+def test_bench_offload_ends_with_the_agreed_line() -> None:
+    command = (sys.executable, "-m", "bench.offload", "--tiny")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "offload"
+    assert said["versions"]["simulated"].startswith("emulated")
+    assert said["values"].keys() >= {"reference_cost", "reference_cost_512Ki", "core_seconds_freed_per_gigabyte"}
+    for load in (30, 70, 95):
+        told = {
+            what: said["values"][f"simulated_{load}_{what}"] for what in ("bytes_per_second", "joules_per_gigabyte")
+        }
+        assert min(told.values()) > 0
+    assert said["values"]["simulated_30_latency_p99_s"] < said["values"]["simulated_95_latency_p99_s"]
+
+
 def test_bench_hbm_runs_on_doubles_and_says_so() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     command = (sys.executable, "-m", "bench.hbm", "--tiny", "--device", "cpu")

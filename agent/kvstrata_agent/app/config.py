@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata_api import __version__, names
+from kvstrata_native.offload import KERNELS, REFERENCE
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.tracing import Sending
 
@@ -30,6 +31,8 @@ class Config:
     """`control`: leases, addresses and whatever NIXL cannot move go by TLS; `required`: all bytes do."""
     requires_bound_tokens: bool
     kek_file: Path | None
+    offload: str
+    """Engine that does the work of the kernels: `reference`, `none`, or the path of a library."""
     ready_file: Path | None
     sending: Sending
     """Of spans."""
@@ -56,6 +59,7 @@ def parse(argv: list[str] | None = None) -> Config:
         peer_encryption=given.peer_encryption,
         requires_bound_tokens=given.require_bound_tokens,
         kek_file=given.kek_file,
+        offload=given.offload,
         ready_file=given.ready_file,
         sending=Sending.given(given),
         log_level=given.log_level,
@@ -115,10 +119,23 @@ def _parser() -> argparse.ArgumentParser:
         help="key-encryption keys, one line k<n>:<base64 of 32 bytes> each; default: those of Secret "
         f"{names.KEK_SECRET}",
     )
+    add_offload(parser)
     add("--ready-file", type=Path, help="written, as JSON, once engines are served")
     tracing.add_arguments(parser)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
+
+
+def add_offload(parser: argparse.ArgumentParser) -> None:
+    """Add the option that chooses the offload engine."""
+    parser.add_argument(
+        "--offload",
+        default=os.environ.get("KVSTRATA_OFFLOAD") or REFERENCE,
+        metavar="ENGINE",
+        help=f"what codes, copies and digests blocks: {REFERENCE} (this processor, by the offload interface), "
+        f"{KERNELS} (this processor), or the path of a library with that interface; default: $KVSTRATA_OFFLOAD or "
+        f"{REFERENCE}",
+    )
 
 
 def port_number(text: str) -> int:

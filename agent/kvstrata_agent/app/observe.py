@@ -45,8 +45,9 @@ def observe(
     pool_node: KVPoolNode,
     network: Network,
     machine: NodeReport | None = None,
+    engine: str = "",
 ) -> Observed:
-    """Read everything that the status reports; `machine` is what node preparation has written."""
+    """Read everything that the status reports; `machine` is what node preparation has written, `engine` of blocks."""
     node, cache = parts.node, parts.cache
     drain = pool_node.spec.drain
     left = (0 if drain.mode == "Drop" else drain_left(node)) if drain.requested else None
@@ -54,6 +55,7 @@ def observe(
         pool_node=pool_node,
         epoch=node.epoch,
         version=__version__,
+        engine=engine,
         tiers=tuple(_tier(s, node) for s in provisioner.states.values()),
         demand=cache.demand.of_tiers(),
         directory=network.state,

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 import kvstrata_native
 from kvstrata_agent.app import observe
 from kvstrata_agent.app.engine_memory import REAP_S, EngineMemory
+from kvstrata_agent.app.offload_engine import OffloadEngine
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
@@ -104,8 +105,12 @@ class AgentProcess:
             world = await stack.enter_async_context(await self._connect(config))
             stack.push_async_callback(self._give_back, world)
             await self._alive(world.ready())
-            self._counters.set("kvstrata_agent_info", 1, version=__version__, kernels=kvstrata_native.level)
-            _log.info("kernels", extra={"level": kvstrata_native.level})
+            self._offload = await asyncio.to_thread(OffloadEngine, config.offload, self._counters)
+            engine = self._offload.seen.label
+            self._counters.set(
+                "kvstrata_agent_info", 1, version=__version__, kernels=kvstrata_native.level, engine=engine
+            )
+            _log.info("kernels", extra={"level": kvstrata_native.level, "engine": engine})
             await self._serve(stack, world, epoch)
 
     async def _alive(self, work: Coroutine[None, None, None]) -> None:
@@ -266,11 +271,12 @@ class AgentProcess:
             self._counters.evicted_per_minute = evicted.growth(self._counters.evicted_blocks, now_s)
             server.refresh()
             self._counters.set("kvstrata_connections", server.connections)
+            self._offload.count()
             desired = world.desired
             followed, machine = self._followed, desired.report
             # An object that is new under its name has other generations: nothing is reported before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
-                seen = observe.observe(core, provisioner, followed, network, machine)
+                seen = observe.observe(core, provisioner, followed, network, machine, self._offload.seen.label)
                 world.status.report(report.build_status(seen))
             await asyncio.sleep(REPORT_S)
 

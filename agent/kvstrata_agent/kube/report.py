@@ -44,6 +44,8 @@ REFUSING_S: Final = 30.0
 """From here on refusals are a condition: while a store scales with its load, some are to be expected."""
 
 ERROR_CHARS_MAX = 1024
+ENGINE_CHARS_MAX: Final = 64
+"""Of `Text`."""
 """`maxLength` of lastError."""
 
 COUNTERS_S: Final = 10.0
@@ -110,6 +112,8 @@ class Observed:
     queried: int
     hit: int
     memory_bytes: int
+    engine: str = ""
+    """What codes, copies and digests blocks."""
     demand: Mapping[str, TierDemand] = field(default_factory=dict)
     """What reuse implies for the size of tiers that scale, by tier name."""
     share_hits: Mapping[str, int] = field(default_factory=dict)
@@ -149,6 +153,7 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
         conditions=tuple(c.model_copy(update={"observed_generation": generation}) for c in _conditions(seen)),
         epoch=seen.epoch,
         agent_version=seen.version,
+        offload_engine=seen.engine[:ENGINE_CHARS_MAX],
         tiers=tuple(_tier(t, seen.demand.get(t.spec.name)) for t in seen.tiers),
         lookups=LookupCounts(queried=seen.queried, hit=seen.hit),
         shares=tuple(ShareHits(uid=uid, hits=units.coarse(hits)) for uid, hits in sorted(seen.share_hits.items())),

@@ -255,6 +255,12 @@ class KVPoolNodeStatus(ApiModel):
     conditions: Conditions = Field((), description="Observations by type; operator and agent both write here.")
     epoch: Count = Field(0, description="Number of this incarnation of the agent.")
     agent_version: Text = Field("", description="Version of the agent.")
+    offload_engine: Text = Field(
+        "",
+        description="What codes, copies and digests blocks: none (the kernels), reference (by the offload interface), "
+        "or name and version of an offload library, with (emulated) for one that plays a device and (lost) for one "
+        "that was given up.",
+    )
     peer_address: str = Field("", max_length=256, description="host:port where other agents reach this one.")
     tiers: tuple[NodeTierStatus, ...] = Field((), max_length=8, description="Tiers as they are, fast to slow.")
     lookups: LookupCounts = Field(LookupCounts(), description="Lookups since the agent started.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any, Final
 
-from kvstrata_agent.app.config import Config, address, port_number
+from kvstrata_agent.app.config import Config, add_offload, address, port_number
 from kvstrata_agent.app.main import run_until_signal
 from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.app.standalone import defaults, keys
@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_fleet(parser)
     add("--memory-dir", type=Path, help="directory on a tmpfs, where memory tiers outlive the agent; default: none")
+    add_offload(parser)
     add("--metrics-port", type=port_number, default=0, help="of 127.0.0.1; default: any free one")
     add("--ready-file", type=Path, help="written, as JSON, once engines are served")
     tracing.add_arguments(parser)
@@ -280,6 +281,7 @@ def _config(wanted: _Wanted, given: argparse.Namespace) -> Config:
         peer_encryption=given.peer_encryption or "control",
         requires_bound_tokens=False,
         kek_file=given.kek_file,
+        offload=given.offload,
         ready_file=given.ready_file,
         sending=Sending.given(given),
         log_level=given.log_level,

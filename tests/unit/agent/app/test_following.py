@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from kvstrata_agent.app import config
+from kvstrata_agent.app.offload_engine import OffloadEngine
 from kvstrata_agent.app.peering import in_cluster
 from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.backends.base import TierBackend
@@ -18,6 +19,7 @@ from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.conditions import find
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
+from kvstrata_native.offload import KERNELS
 from kvstrata_node.discovery import discover
 from support.agent.doubles import DictBackend, dict_tier, make_core
 
@@ -63,6 +65,7 @@ class Running:
         named = ["--pool", "p", "--node", "n", "--socket", str(folder / "s"), "--state-dir", str(folder)]
         self.process = AgentProcess(config.parse(named), in_cluster)
         self.process._facts = discover()
+        self.process._offload = OffloadEngine(KERNELS, self.process._counters)
 
     async def _open(self, spec: NodeTier) -> TierBackend:
         await self.opens.wait()
