@@ -26,9 +26,9 @@ from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.policy.synthetic import synthetic
 from bench.tiering import flash
-from bench.tiering.machine import GIGABYTE, TIERS, Engine, Machine
-from bench.tiering.simulation import MakeTiers, Outcome, Simulation
-from bench.tiering.tiers import FixedTtl, Ours, Tiers, WriteThrough
+from kvstrata_agent.replay.machine import GIGABYTE, TIERS, Engine, Machine
+from kvstrata_agent.replay.simulation import MakeTiers, Outcome, Simulation
+from kvstrata_agent.replay.tiers import FixedTtl, Ours, Tiers, WriteThrough
 from kvstrata_agent.replay.chains import Trace
 from kvstrata_agent.replay.traces import TraceError, read_folder
 from kvstrata_api import __version__

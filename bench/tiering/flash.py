@@ -12,7 +12,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from bench.tiering.tiers import Ours, Tiers, Write, WriteThrough
+from kvstrata_agent.replay.tiers import Ours, Tiers, Write, WriteThrough
 from kvstrata_agent.replay.reuse_aware import Hints
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import pytest
 from bench.policy.synthetic import synthetic
 from bench.tiering import flash
 from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, fitting, main, summary
-from bench.tiering.machine import TIERS, Engine, Machine
-from bench.tiering.simulation import Outcome, Simulation
-from bench.tiering.tiers import Ours, Source, Tiers, WriteThrough
+from kvstrata_agent.replay.machine import TIERS, Engine, Machine
+from kvstrata_agent.replay.simulation import Outcome, Simulation
+from kvstrata_agent.replay.tiers import Ours, Source, Tiers, WriteThrough
 from kvstrata_agent.replay.chains import Request, Trace, build
 
 pytestmark = pytest.mark.unit

@@ -37,6 +37,8 @@ class Tiers:
 
     def __init__(self, trace: Trace, capacities: Sequence[int], write: Write) -> None:
         self.levels = [Cache(trace, blocks) for blocks in capacities]
+        self.floors = list(capacities)
+        """Blocks that a level keeps once it had more than it may; fewer where a low watermark is below the high one."""
         self.policies = [self.policy(trace, level) for level in self.levels]
         self.write = write
         self.stored = [[0] * len(trace.lengths) for _ in capacities]
@@ -85,7 +87,9 @@ class Tiers:
     def shrink(self, tier: int) -> None:
         """Let blocks leave a level until it has no more than it may."""
         level, policy = self.levels[tier], self.policies[tier]
-        while (excess := level.used_blocks - level.capacity_blocks) > 0:
+        if level.used_blocks <= level.capacity_blocks:
+            return
+        while (excess := level.used_blocks - self.floors[tier]) > 0:
             run = policy.victim()
             self.leave(tier, run, min(excess, policy.blocks_of(run), level.held[run]))
 
@@ -237,8 +241,17 @@ class Ours(Tiers):
         *,
         memories: int = 2,
         has_admission: bool = True,
+        eviction: str = "ReuseAware",
+        placement: str = "ReuseInterval",
+        low_part: float = 1.0,
     ) -> None:
-        """The first so many tiers are memory; without admission everything is written to the others."""
+        """The first so many tiers are memory; without admission everything is written to the others.
+
+        `eviction` and `placement` are those of a pool's policy. A level behind the first one that had more than it may
+        keeps `low_part` of that.
+        """
+        self._is_lru = eviction == "LeafLRU"
+        self._cascades = placement == "Cascade"
         self._facts = facts(trace, hints)
         self._memories = memories
         self._table: MarkTable[int] = MarkTable()
@@ -247,10 +260,11 @@ class Ours(Tiers):
         self.admission: WriteAdmission[int] | None = WriteAdmission() if has_admission else None
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write)
+        self.floors[1:] = [max(1, int(blocks * low_part)) for blocks in capacities[1:]]
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
-        """By worth at every level."""
-        return _Least(level, self, next(self._seeds))
+        """By worth at every level, or by last use."""
+        return LeafLru(level) if self._is_lru else _Least(level, self, next(self._seeds))
 
     def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
         """Learn from it."""
@@ -262,8 +276,8 @@ class Ours(Tiers):
         self.reuse.begin(path, sizes, self._facts[number], now_s)
 
     def target(self, tier: int, run: int) -> int:
-        """By the reuse interval."""
-        if tier + 2 >= len(self.levels):
+        """By the reuse interval, or the next slower one."""
+        if self._cascades or tier + 2 >= len(self.levels):
             return tier + 1
         found = by_reuse_interval([self._facts_of(i) for i in range(len(self.levels))], tier, self.worth(run)).target
         return tier + 1 if found is None else int(found)
