@@ -2,7 +2,7 @@
 
 The engine computes one prompt after the other, and those whose loads have ended come first in the order of arrival, as
 vLLM's scheduler passes over requests that wait for a connector. A prompt is looked up, and its loads begin, once it is
-among the first `AHEAD` that wait. Requests that decode hold a slot, and slow each step of prefill down by what reading
+among the first `Engine.ahead` that wait. Requests that decode hold a slot, and slow each step of prefill down by what reading
 their KV takes. Loads of one tier, and writes into one, go one after the other.
 """
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from kvstrata_agent.replay.machine import Machine
     from kvstrata_agent.replay.chains import Trace
 
-AHEAD: Final = 16
-"""Prompts that wait with their loads under way: each holds room in the engine's memory."""
 WRITE_WAIT_S: Final = 1.0
 """Where more than this waits to be written into a tier, blocks are lost: `cache.store.RESERVE_WAIT_S`."""
 
@@ -134,13 +132,17 @@ class Simulation:
 
     def _go_on(self) -> None:
         """Look up who may be, and compute who is ready."""
-        while self._undecided and len(self._waiting) < AHEAD:
+        while self._undecided and (len(self._waiting) < self._engine.ahead or self._is_next()):
             self._look_up(self._undecided.popleft())
         if self._computing is None and self._decoding < self._engine.slots:
             ready = next((p for p in self._waiting if p.is_ready), None)
             if ready is not None:
                 self._waiting.remove(ready)
                 self._compute(ready)
+
+    def _is_next(self) -> bool:
+        """Nobody computes, and nobody waits."""
+        return self._computing is None and not self._waiting
 
     def _look_up(self, prompt: _Prompt) -> None:
         path = self._trace.paths[prompt.number]

@@ -243,12 +243,13 @@ class Ours(Tiers):
         has_admission: bool = True,
         eviction: str = "ReuseAware",
         placement: str = "ReuseInterval",
+        engine_levels: int = 1,
         low_part: float = 1.0,
     ) -> None:
-        """The first so many tiers are memory; without admission everything is written to the others.
+        """The first so many tiers are memory; without `has_admission` everything is written to the others.
 
-        `eviction` and `placement` are those of a pool's policy. A level behind the first one that had more than it may
-        keeps `low_part` of that.
+        `eviction` and `placement` are those of a pool's policy. The first `engine_levels` are the engine's own; a level
+        behind them that had more than it may keeps `low_part` of that.
         """
         self._is_lru = eviction == "LeafLRU"
         self._cascades = placement == "Cascade"
@@ -260,7 +261,7 @@ class Ours(Tiers):
         self.admission: WriteAdmission[int] | None = WriteAdmission() if has_admission else None
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write)
-        self.floors[1:] = [max(1, int(blocks * low_part)) for blocks in capacities[1:]]
+        self.floors[engine_levels:] = [max(1, int(blocks * low_part)) for blocks in capacities[engine_levels:]]
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
         """By worth at every level, or by last use."""
