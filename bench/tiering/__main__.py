@@ -26,10 +26,10 @@ from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.policy.synthetic import synthetic
 from bench.tiering import flash
+from kvstrata_agent.replay.chains import Trace
 from kvstrata_agent.replay.machine import GIGABYTE, TIERS, Engine, Machine
 from kvstrata_agent.replay.simulation import MakeTiers, Outcome, Simulation
 from kvstrata_agent.replay.tiers import FixedTtl, Ours, Tiers, WriteThrough
-from kvstrata_agent.replay.chains import Trace
 from kvstrata_agent.replay.traces import TraceError, read_folder
 from kvstrata_api import __version__
 

@@ -38,8 +38,8 @@ class Engine:
     step_s: float = 0.005
     """Least time of a step: all weights read once, 16 GB at 3.35 TB/s."""
     ahead: int = 16
-    """Prompts that wait with their loads under way: each holds room in the engine's memory. 0: a prompt is looked up when
-    its turn has come."""
+    """Prompts that wait with their loads under way: each holds room in the engine's memory. 0: a prompt is looked up
+    when its turn has come."""
     overhead_s: float = 0.0
     """Of each request beside its own steps, while nothing else is computed."""
     measured_tokens_per_s: float = 0.0

@@ -2,8 +2,8 @@
 
 The engine computes one prompt after the other, and those whose loads have ended come first in the order of arrival, as
 vLLM's scheduler passes over requests that wait for a connector. A prompt is looked up, and its loads begin, once it is
-among the first `Engine.ahead` that wait. Requests that decode hold a slot, and slow each step of prefill down by what reading
-their KV takes. Loads of one tier, and writes into one, go one after the other.
+among the first `Engine.ahead` that wait. Requests that decode hold a slot, and slow each step of prefill down by what
+reading their KV takes. Loads of one tier, and writes into one, go one after the other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.replay.tiers import Source, Tiers, Write
 from kvstrata_agent.policy.recompute import CostInputs, EngineLoad, split
+from kvstrata_agent.replay.tiers import Source, Tiers, Write
 
 if TYPE_CHECKING:
-    from kvstrata_agent.replay.machine import Machine
     from kvstrata_agent.replay.chains import Trace
+    from kvstrata_agent.replay.machine import Machine
 
 WRITE_WAIT_S: Final = 1.0
 """Where more than this waits to be written into a tier, blocks are lost: `cache.store.RESERVE_WAIT_S`."""
@@ -95,9 +95,7 @@ class Simulation:
         self._read_free_s = [0.0] * len(memories)
         self._write_free_s = [0.0] * len(memories)
         zeros = [0] * len(memories)
-        self.outcome = Outcome(
-            tier_found_blocks=zeros.copy(), fetched_blocks=zeros.copy(), written_blocks=zeros.copy()
-        )
+        self.outcome = Outcome(tier_found_blocks=zeros.copy(), fetched_blocks=zeros.copy(), written_blocks=zeros.copy())
         self._tiers = make(trace, capacities, self._write)
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []

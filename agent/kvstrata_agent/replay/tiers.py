@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata_agent.policy.admission import WriteAdmission
@@ -229,6 +230,22 @@ class _Least:
             self._victims.offer(run, self._owner.worth(run))
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a pool declares of its tiers (`policy.*`), and which of them are whose."""
+
+    eviction: str = "ReuseAware"
+    placement: str = "ReuseInterval"
+    has_admission: bool = True
+    """Without it everything is written to what is no memory."""
+    memories: int = 2
+    """The first so many levels are memory."""
+    engine_levels: int = 1
+    """The first so many are the engine's own, which has no watermarks."""
+    low_part: float = 1.0
+    """A level behind those that had more than it may keeps this part of that."""
+
+
 class Ours(Tiers):
     """The agent's own: what is worth least leaves, for the tier where it is still likely there when it returns."""
 
@@ -238,30 +255,21 @@ class Ours(Tiers):
         capacities: Sequence[int],
         write: Write,
         hints: Hints = Hints.NONE,
-        *,
-        memories: int = 2,
-        has_admission: bool = True,
-        eviction: str = "ReuseAware",
-        placement: str = "ReuseInterval",
-        engine_levels: int = 1,
-        low_part: float = 1.0,
+        rules: Rules = Rules(),
     ) -> None:
-        """The first so many tiers are memory; without `has_admission` everything is written to the others.
-
-        `eviction` and `placement` are those of a pool's policy. The first `engine_levels` are the engine's own; a level
-        behind them that had more than it may keeps `low_part` of that.
-        """
-        self._is_lru = eviction == "LeafLRU"
-        self._cascades = placement == "Cascade"
+        """By the rules of a pool, and what the policy is told of requests."""
+        self._is_lru = rules.eviction == "LeafLRU"
+        self._cascades = rules.placement == "Cascade"
         self._facts = facts(trace, hints)
-        self._memories = memories
+        self._memories = rules.memories
         self._table: MarkTable[int] = MarkTable()
         self.reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
         self._prices = [Price() for _ in capacities]
-        self.admission: WriteAdmission[int] | None = WriteAdmission() if has_admission else None
+        self.admission: WriteAdmission[int] | None = WriteAdmission() if rules.has_admission else None
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write)
-        self.floors[engine_levels:] = [max(1, int(blocks * low_part)) for blocks in capacities[engine_levels:]]
+        behind = slice(rules.engine_levels, None)
+        self.floors[behind] = [max(1, int(blocks * rules.low_part)) for blocks in capacities[behind]]
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
         """By worth at every level, or by last use."""
