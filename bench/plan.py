@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
@@ -65,14 +65,14 @@ CONFIG: Final = LlamaConfig(
 """As the demo's model: 4 KiB of KV a token."""
 THIN: Final = 4
 """One of so many blocks of the made trace is kept: prompts of some 2,000 tokens instead of 8,500."""
-SESSIONS, SESSIONS_QUICK, SESSIONS_TINY = 70, 25, 3
-LENGTHS: Final = (64, 512, 1024, 2048, 3072)
-"""Prompts that rates are measured with, in tokens."""
-REPEATS: Final = 5
-SERVED: Final = (("LeafLRU", 0.4), ("ReuseAware", 0.4), ("ReuseAware", 0.7))
+SESSIONS, SESSIONS_QUICK, SESSIONS_TINY = 35, 20, 3
+SERVED: Final = (("LeafLRU", 0.2), ("ReuseAware", 0.2), ("ReuseAware", 0.5))
 """Eviction, and load: part of what the engine serves when everything waits, by the simulation."""
 QUANTILES: Final = tuple(range(10, 100, 10))
-QUEUED, QUEUED_QUICK = 50_000, 5_000
+LOADS: Final = (0.3, 0.6, 0.8)
+QUEUED, QUEUED_QUICK = 100_000, 5_000
+ACCESSES_MAX: Final = 120_000
+"""Blocks asked for in one run: 4 GB at most."""
 BLIS_TOKENS, BLIS_REQUESTS = 8192, 4000
 
 
@@ -196,68 +196,102 @@ class Engine:
             self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
         return int(cache.hit_tokens.total())
 
-    def timed(self, tokens: Sequence[int]) -> float:
-        """Seconds of a prompt."""
-        begin_s = time.perf_counter()
-        self.first_token(tokens)
-        return time.perf_counter() - begin_s
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt as it was served."""
+
+    tokens: int
+    restored: int
+    service_s: float
+    first_token_s: float
+    """From its arrival."""
 
 
-def measured_rates(home: Path) -> Hardware:
-    """What the engine and the tiers can do, by prompts that the trace does not have and the agent's own metrics."""
-    pool = pool_of(512 << 20, 64 << 20, "LeafLRU", home / "files")
-    rng = np.random.default_rng(99)
-    computed: dict[int, list[float]] = {length: [] for length in LENGTHS}
-    restored: dict[int, list[float]] = {length: [] for length in LENGTHS}
-    with running(pool, home / "home") as agent:
+def serve(trace: Trace, pool: KVPool, speed: float, home: Path, seed: int) -> tuple[list[Turn], str]:
+    """Serve a trace so many times as fast as it was recorded, on an agent of its own; also the agent's last metrics."""
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, CONFIG.vocab_size, (trace.unique_blocks, BLOCK_TOKENS))
+    prompts = [words[list(chain)].reshape(-1).tolist() for chain in trace.chains()]
+    turns = []
+    with running(pool, home) as agent:
         engine = Engine(agent)
         with engine.client:
-            for repeat in range(-1, REPEATS):
-                for length in LENGTHS:
-                    tokens = rng.integers(0, CONFIG.vocab_size, length).tolist()
-                    new_s, again_s = engine.timed(tokens), engine.timed(tokens)
-                    if repeat >= 0:
-                        computed[length].append(new_s)
-                        restored[length].append(again_s)
-        samples = hardware.parse_samples(agent.metrics(), "the agent's metrics")
-        layout = engine.layout
-    lengths = np.asarray(LENGTHS, np.float64)
-    new_s, again_s = (np.asarray([median(found[n]) for n in LENGTHS]) for found in (computed, restored))
-    part = {**_fitted(lengths, new_s), "kvBytesPerToken": layout.block_bytes // BLOCK_TOKENS}
-    slope_s, _ = np.polyfit(lengths, again_s, 1)
-    link = layout.block_bytes / BLOCK_TOKENS / max(slope_s, 1e-9)
-    base = described(part, layout.block_bytes, link)
-    found, _ = hardware.calibrated(base, pool, samples)
-    files = base.tiers[TierType.NVME].model_copy(
-        update={
-            # What is in files comes to memory first, and from there to the engine.
-            "read_bytes_per_second": 1 / (1 / found.tiers[TierType.NVME].read_bytes_per_second + 1 / link),
-            "write_bytes_per_second": found.tiers[TierType.NVME].write_bytes_per_second,
-        }
-    )
-    return base.model_copy(update={"tiers": {**base.tiers, TierType.NVME: files}})
+            engine.first_token(rng.integers(0, CONFIG.vocab_size, BLOCK_TOKENS).tolist())  # The first one warms up.
+            begin_s = time.perf_counter()
+            for prompt, at_s in zip(prompts, trace.at_s, strict=True):
+                arrives_s = begin_s + (at_s - trace.at_s[0]) / speed
+                time.sleep(max(0.0, arrives_s - time.perf_counter()))
+                starts_s = time.perf_counter()
+                restored = engine.first_token(prompt)
+                ends_s = time.perf_counter()
+                turns.append(Turn(len(prompt), restored, ends_s - starts_s, ends_s - arrives_s))
+        return turns, agent.metrics()
 
 
-def _fitted(lengths: Floats, took_s: Floats) -> dict[str, Any]:
-    """Overhead, rate and half-rate length of an engine by seconds of prompts: a + n / r + n^2 / 2hr, relative errors."""
-    terms = np.stack((np.ones_like(lengths), lengths, lengths**2)) / took_s
-    overhead_s, linear, square = np.linalg.lstsq(terms.T, np.ones_like(took_s), rcond=None)[0]
-    linear, square = max(linear, 1e-9), max(square, 1e-15)
+def tiers_for(trace: Trace, eviction: str, files: Path) -> KVPool:
+    """Memory of an eighth of a trace's different blocks, and files of half of them."""
+    total = trace.unique_blocks * connector.layout_of(CONFIG, MODEL, REVISION, "bf16").block_bytes
+    return pool_of(max(4 << 20, total // 8), max(16 << 20, total // 2), eviction, files)
+
+
+def measured_rates(home: Path, sessions: int) -> Hardware:
+    """What the engine and the tiers can do: by another made trace, served prompt by prompt, and the agent's metrics."""
+    trace = thinned(sessions, seed=2)
+    pool = tiers_for(trace, "LeafLRU", home / "files")
+    turns, metrics = serve(trace, pool, planning.AT_ONCE, home / "home", seed=2)
+    return rates_of(turns, metrics, pool)
+
+
+def rates_of(turns: Sequence[Turn], metrics: str, pool: KVPool) -> Hardware:
+    """What prompts that were served, and the metrics of their agent, say of engine and tiers."""
+    part, link_s = _fitted(turns)
+    layout = connector.layout_of(CONFIG, MODEL, REVISION, "bf16")
+    token_bytes = layout.block_bytes // BLOCK_TOKENS
+    link = token_bytes / max(link_s, 1e-9)
+    base = described({**part, "kvBytesPerToken": token_bytes}, layout.block_bytes, link)
+    found, _ = hardware.calibrated(base, pool, hardware.parse_samples(metrics, "the agent's metrics"))
+    files = found.tiers[TierType.NVME]
+    # What is in files comes to memory first, and from there to the engine.
+    through = 1 / (1 / files.read_bytes_per_second + 1 / link)
+    update = {"read_bytes_per_second": through, "stored_ratio": base.tiers[TierType.NVME].stored_ratio}
+    return base.model_copy(update={"tiers": {**base.tiers, TierType.NVME: files.model_copy(update=update)}})
+
+
+def _fitted(turns: Sequence[Turn]) -> tuple[dict[str, Any], float]:
+    """The engine, and seconds of a restored token, by least squares; terms that would be negative are left out.
+
+    Seconds = overhead + computed / rate + computed x (restored + computed / 2) / (half-rate length x rate) + restored x
+    seconds of one. Large prompts and small ones count by the square root of what they took.
+    """
+    took_s = np.asarray([t.service_s for t in turns])
+    restored = np.asarray([min(t.restored, t.tokens - 1) for t in turns], np.float64)
+    computed = np.asarray([t.tokens for t in turns]) - restored
+    terms = np.stack((np.ones_like(took_s), computed, computed * (restored + computed / 2), restored))
+    kept, solved = [0, 1, 2, 3], np.zeros(4)
+    while True:
+        weights = 1 / np.sqrt(took_s)
+        solved[:] = 0.0
+        solved[kept] = np.linalg.lstsq((terms[kept] * weights).T, took_s * weights, rcond=None)[0]
+        if (solved >= 0).all():
+            break
+        kept = [i for i in kept if solved[i] > 0]
+    overhead_s, linear, square, restored_s = (float(x) for x in solved)
     return {
-        "overheadSeconds": max(0.0, float(overhead_s)),
-        "prefillTokensPerSecond": float(1 / linear),
-        "halfRateTokens": max(1, round(linear / (2 * square))),
+        "overheadSeconds": overhead_s,
+        "prefillTokensPerSecond": 1 / max(linear, 1e-9),
+        "halfRateTokens": min(1 << 40, max(1, round(linear / max(square, 1e-18)))),
         "stepSeconds": 0.0,
         "ahead": 0,  # It looks a prompt up when it begins with it, and saves before it goes on.
         "slots": 1 << 20,
         "memoryBytesPerSecond": 1e17,  # Nothing decodes.
         "kvMemory": 1,
-    }
+    }, restored_s
 
 
-def thinned(sessions: int) -> Trace:
+def thinned(sessions: int, seed: int = 1) -> Trace:
     """The made trace with prompts of a length that one core computes; no tokens are generated."""
-    whole = synthetic(sessions)
+    whole = synthetic(sessions, seed)
     requests = [
         Request(at_s, chain[::THIN], session)
         for at_s, chain, session in zip(whole.at_s, whole.chains(), whole.sessions, strict=True)
@@ -271,6 +305,9 @@ class Served:
 
     name: str
     planned_s: Floats
+    """By the rates of this run: of every second of its prompts, and the agent's own metrics."""
+    planned_before_s: Floats
+    """By those of another trace that was served before."""
     measured_s: Floats
     planned_hits: float
     measured_hits: float
@@ -278,43 +315,38 @@ class Served:
 
     @property
     def mape(self) -> float:
-        """Mean of the relative errors of the mean and of nine quantiles."""
-        pairs = [(float(self.planned_s.mean()), float(self.measured_s.mean()))]
-        pairs += [(float(np.percentile(self.planned_s, q)), float(np.percentile(self.measured_s, q))) for q in QUANTILES]
-        return fmean(abs(planned - measured) / measured for planned, measured in pairs)
+        """By the rates of this run."""
+        return mape(self.planned_s, self.measured_s)
+
+    @property
+    def mape_before(self) -> float:
+        """By the rates of the run before."""
+        return mape(self.planned_before_s, self.measured_s)
+
+
+def mape(planned_s: Floats, measured_s: Floats) -> float:
+    """Mean of the relative errors of the mean and of nine quantiles."""
+    pairs = [(float(planned_s.mean()), float(measured_s.mean()))]
+    pairs += [(float(np.percentile(planned_s, q)), float(np.percentile(measured_s, q))) for q in QUANTILES]
+    return fmean(abs(planned - measured) / measured for planned, measured in pairs)
 
 
 def served(trace: Trace, rates: Hardware, eviction: str, load: float, home: Path) -> Served:
     """Plan, then serve the trace at the same arrivals."""
-    used = {run for path in trace.paths for run in path}
-    block_bytes = BLOCK_TOKENS * rates.engine.kv_bytes_per_token
-    total = sum(trace.lengths[run] for run in used) * block_bytes
-    pool = pool_of(max(4 << 20, total // 8), max(16 << 20, total // 2), eviction, home / "files")
+    pool = tiers_for(trace, eviction, home / "files")
     fleet = planning.fleet_of(pool, rates)
     rate = load * planning.saturated_per_s(fleet, trace, Hints.NONE)
-    outcome = planning.simulate(fleet, trace, rate, Hints.NONE)
-    speed = rate / planning.recorded_per_s(trace)
-    rng = np.random.default_rng(5)
-    words = rng.integers(0, CONFIG.vocab_size, (trace.unique_blocks, BLOCK_TOKENS))
-    prompts = [words[list(chain)].reshape(-1).tolist() for chain in trace.chains()]
-    took_s, restored = [], 0
-    with running(pool, home / "home") as agent:
-        engine = Engine(agent)
-        with engine.client:
-            engine.timed(rng.integers(0, CONFIG.vocab_size, BLOCK_TOKENS).tolist())  # Its first one warms up.
-            begin_s = time.perf_counter()
-            for prompt, at_s in zip(prompts, trace.at_s, strict=True):
-                arrives_s = begin_s + (at_s - trace.at_s[0]) / speed
-                time.sleep(max(0.0, arrives_s - time.perf_counter()))
-                restored += engine.first_token(prompt)
-                took_s.append(time.perf_counter() - arrives_s)
-    asked = trace.accesses
+    before = planning.simulate(fleet, trace, rate, Hints.NONE)
+    turns, metrics = serve(trace, pool, rate / planning.recorded_per_s(trace), home / "home", seed=5)
+    now = planning.fleet_of(pool, rates_of(turns[::2], metrics, pool))
+    outcome = planning.simulate(now, trace, rate, Hints.NONE)
     return Served(
         f"{eviction}, load {load:g}",
         np.asarray(outcome.ttft_s),
-        np.asarray(took_s),
-        100.0 * sum(outcome.found_blocks) / asked,
-        100.0 * restored / (asked * BLOCK_TOKENS),
+        np.asarray(before.ttft_s),
+        np.asarray([t.first_token_s for t in turns]),
+        100.0 * sum(outcome.found_blocks) / trace.accesses,
+        100.0 * sum(t.restored for t in turns) / (trace.accesses * BLOCK_TOKENS),
     )
 
 
@@ -372,3 +404,101 @@ def _blis(binary: Path, rate: float, count: int) -> float:
         if done.returncode or not said.exists():
             raise FailedError(f"BLIS: {done.stderr[-400:]}")
         return float(json.loads(said.read_text())["ttft_mean_ms"]) / 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Predict, measure, and print the tables and the last line."""
+    parser = common.parser(__doc__, has_tiny=True)
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder of recordings for hits; without it one is made"
+    )
+    parser.add_argument("--blis", type=Path, metavar="FILE", help="blis, beside its sources in src/")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    is_short = bool(given.quick or given.tiny)
+    values: dict[str, float] = {}
+    _queues(QUEUED_QUICK if is_short else QUEUED, given.blis, values)
+    _hits(given, values)
+    _first_tokens(SESSIONS_TINY if given.tiny else SESSIONS_QUICK if given.quick else SESSIONS, values)
+    versions = {"kvstrata": __version__, "blis": "given" if given.blis else "absent: no --blis"}
+    publish(Result("plan", is_short, versions, {}, values), given.json)
+    named = ("hit_ratio_error_points", "ttft_mape", "ttft_mape_rates_of_before", "md1_error", "mg1_error")
+    print(json.dumps({"plan": {name: round(values[name], 4) for name in (*named, "blis_error") if name in values}}))
+    return 0
+
+
+def _queues(count: int, blis: Path | None, values: dict[str, float]) -> None:
+    """Waits without a cache."""
+    rows = []
+    for name, lengths in (("md1", (2000,)), ("mg1", (500, 1000, 8000))):
+        pairs = {load: queue_error(count, load, lengths) for load in LOADS}
+        rows += [
+            (f"{name}, load {load:g}", f"{a:.4f}", f"{b:.4f}", f"{a / b - 1:+.1%}") for load, (a, b) in pairs.items()
+        ]
+        values[f"{name}_error"] = max(abs(a / b - 1) for a, b in pairs.values())
+    if blis is not None:
+        found = {load: blis_wait(blis, load) for load in LOADS}
+        rows += [
+            (f"BLIS, load {load:g}", f"{a:.4f}", f"{b:.4f}", f"{a / b - 1:+.1%}") for load, (a, b) in found.items()
+        ]
+        values["blis_error"] = max(abs(a / b - 1) for a, b in found.values())
+    print(table(("mean wait in s", "simulated", "expected", "error"), rows), "\n", flush=True)
+
+
+def _hits(given: Any, values: dict[str, float]) -> None:
+    """Hit ratios of real agents."""
+    limit = REQUESTS_TINY if given.tiny else REQUESTS_QUICK if given.quick else REQUESTS
+    found = list(read_folder(given.traces).traces) if given.traces else [synthetic(60 if given.tiny else 400)]
+    rows, errors = [], []
+    for whole in found:
+        trace = _cut(planning.fitting(whole, 1 << 20, limit)[0])
+        for percents in PERCENTS[:1] if given.quick or given.tiny else PERCENTS:
+            for eviction in ("LeafLRU", "ReuseAware"):
+                planned, measured = hits(trace, percents, eviction)
+                errors.append(abs(planned - measured))
+                name = f"{whole.name}, {percents[0]} + {percents[1]} %, {eviction}"
+                rows.append((name, f"{planned:.2f}", f"{measured:.2f}", f"{planned - measured:+.2f}"))
+                values |= {f"{name}, planned hits %": planned, f"{name}, measured hits %": measured}
+    values["hit_ratio_error_points"] = max(errors)
+    values["hit_ratio_error_points_mean"] = fmean(errors)
+    print(table(("hits in %", "planned", "measured", "points"), rows), "\n", flush=True)
+
+
+def _cut(trace: Trace) -> Trace:
+    """As many of the first requests as move gigabytes, and not more."""
+    asked = np.cumsum([sum(trace.lengths[run] for run in path) for path in trace.paths])
+    return planning.fitting(trace, 1 << 30, max(1, int(np.searchsorted(asked, ACCESSES_MAX))))[0]
+
+
+def _first_tokens(sessions: int, values: dict[str, float]) -> None:
+    """Times to the first token of a real engine."""
+    trace, rows, found = thinned(sessions), [], []
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir="/dev/shm") as name:
+        rates = measured_rates(Path(name) / "rates", max(2, sessions // 2))
+        for number, (eviction, load) in enumerate(SERVED):
+            one = served(trace, rates, eviction, load, Path(name) / str(number))
+            found.append(one)
+            times = [
+                f"{np.percentile(one.planned_s, q):.3f} / {np.percentile(one.measured_s, q):.3f}" for q in (50, 90)
+            ]
+            mean = f"{one.planned_s.mean():.3f} / {one.measured_s.mean():.3f}"
+            hits_of = f"{one.planned_hits:.1f} / {one.measured_hits:.1f}"
+            rows.append((one.name, *times, mean, hits_of, f"{one.mape:.1%}", f"{one.mape_before:.1%}"))
+            values |= {f"{one.name} ttft_mape": one.mape, f"{one.name} ttft_mape, rates of before": one.mape_before}
+            values[f"{one.name} hit error points"] = abs(one.planned_hits - one.measured_hits)
+    values["ttft_mape"] = fmean(one.mape for one in found)
+    values["ttft_mape_rates_of_before"] = fmean(one.mape_before for one in found)
+    head = (
+        f"{len(trace.paths)} prompts, planned / measured",
+        "p50",
+        "p90",
+        "mean",
+        "hits %",
+        "MAPE",
+        "rates of before",
+    )
+    print(table(head, rows), "\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
