@@ -2,10 +2,11 @@
 
 Hits: recorded requests go through a real `kvstrata up` with memory and files, lookup, leases and stores one by one, as
 in `bench.policy --live`. First tokens: a real transformer on one core serves a made trace at its arrivals, restores
-prefixes out of such an agent and saves what it computed; its rates are measured before on prompts of other tokens, those
-of the tiers are taken from the agent's own metrics. The same simulation that plans predicts both. Queues: Poisson
-arrivals without any cache against the mean wait of M/D/1 and M/G/1 (Pollaczek and Khinchine), and, with `--blis`,
-against a binary of BLIS (inference-sim) whose time for a prompt alone is taken over.
+prefixes out of such an agent and saves what it computed. Rates of the engine are those that every second of its prompts
+had, as a live fleet reports them, and besides those of another trace that was served before; rates of the tiers are in
+the agent's own metrics. The same simulation that plans predicts both. Queues: Poisson arrivals without any cache beside
+the mean wait of M/D/1 and M/G/1 (Pollaczek and Khinchine), and, with `--blis`, that of M/D/1 against a binary of BLIS
+(inference-sim) whose time for a prompt alone is taken over.
 """
 
 import json
@@ -66,11 +67,11 @@ CONFIG: Final = LlamaConfig(
 THIN: Final = 4
 """One of so many blocks of the made trace is kept: prompts of some 2,000 tokens instead of 8,500."""
 SESSIONS, SESSIONS_QUICK, SESSIONS_TINY = 35, 20, 3
-SERVED: Final = (("LeafLRU", 0.2), ("ReuseAware", 0.2), ("ReuseAware", 0.5))
+SERVED: Final = (("LeafLRU", 0.2), ("ReuseAware", 0.2), ("ReuseAware", 0.4))
 """Eviction, and load: part of what the engine serves when everything waits, by the simulation."""
 QUANTILES: Final = tuple(range(10, 100, 10))
 LOADS: Final = (0.3, 0.6, 0.8)
-QUEUED, QUEUED_QUICK = 100_000, 5_000
+QUEUED, QUEUED_QUICK, QUEUED_TINY = 100_000, 20_000, 500
 ACCESSES_MAX: Final = 120_000
 """Blocks asked for in one run: 4 GB at most."""
 BLIS_TOKENS, BLIS_REQUESTS = 8192, 4000
@@ -417,9 +418,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     is_short = bool(given.quick or given.tiny)
     values: dict[str, float] = {}
-    _queues(QUEUED_QUICK if is_short else QUEUED, given.blis, values)
-    _hits(given, values)
     _first_tokens(SESSIONS_TINY if given.tiny else SESSIONS_QUICK if given.quick else SESSIONS, values)
+    _hits(given, values)
+    _queues(QUEUED_TINY if given.tiny else QUEUED_QUICK if given.quick else QUEUED, given.blis, values)
     versions = {"kvstrata": __version__, "blis": "given" if given.blis else "absent: no --blis"}
     publish(Result("plan", is_short, versions, {}, values), given.json)
     named = ("hit_ratio_error_points", "ttft_mape", "ttft_mape_rates_of_before", "md1_error", "mg1_error")
