@@ -7,9 +7,10 @@ import pytest
 
 from bench.policy.synthetic import synthetic
 from bench.tiering import flash
-from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, fitting, main, summary
+from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, main, summary
 from kvstrata_agent.replay.chains import Request, Trace, build
 from kvstrata_agent.replay.machine import TIERS, Engine, Machine
+from kvstrata_agent.replay.planning import fitting
 from kvstrata_agent.replay.simulation import Outcome, Simulation
 from kvstrata_agent.replay.tiers import Ours, Rules, Source, Tiers, WriteThrough
 

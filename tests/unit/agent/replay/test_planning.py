@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import sin
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -348,3 +350,12 @@ def test_what_was_not_measured_stays_as_the_file_says() -> None:
 def test_what_is_no_metrics_of_an_agent_is_refused(text: str, said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         hardware.parse_samples(text, "x")
+
+
+def test_the_example_is_read_and_has_a_medium_for_each_tier_of_its_pool() -> None:
+    folder = Path(__file__).resolve().parents[4] / "examples" / "plan"
+    pool = KVPool.model_validate(yaml.safe_load((folder / "pool.yaml").read_text()))
+    one = planning.fleet_of(pool, hardware.read((folder / "hardware.yaml").read_text(), "hardware.yaml"))
+
+    assert one.places[0].memory.read_bytes_per_s == pytest.approx(50e9)
+    assert one.places[0].size_bytes == 32 * GIB
