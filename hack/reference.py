@@ -37,6 +37,7 @@ _FROM_ENVIRONMENT: Final = ("NODE_NAME", "POD_NAMESPACE", "KUBECONFIG", "XDG_STA
 PROCESSES: Final = {
     "kvstrata up": "kvstrata_agent.app.standalone.main",
     "kvstrata replay": "kvstrata_agent.replay.main",
+    "kvstrata plan": "kvstrata_agent.replay.plan",
     "kvstrata ui": "kvstrata_ui.main",
     "kvstrata-agent": "kvstrata_agent.app.config",
     "kvstrata-operator": "kvstrata_operator.app.options",

@@ -22,7 +22,7 @@ from kvstrata import Client, Target
 from kvstrata_agent.replay.cache import MakePolicy
 from kvstrata_agent.replay.chains import Trace
 from kvstrata_agent.replay.reuse_aware import ReuseAware
-from kvstrata_api.blocks import KEY_BYTES, BlockKey
+from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId
 from kvstrata_client.verbs.copying import fill
 
 BLOCK_BYTES: Final = 4096
@@ -64,19 +64,20 @@ def run(trace: Trace, blocks: int, eviction: str) -> tuple[float, list[float]]:
             with Client.attach(Target(socket, POOL, TOKEN, layout_of(BLOCK_BYTES)), strict=True) as client:
                 if not client.is_attached:
                     raise client.reason
-                return _replayed(trace, client)
+                return replayed(trace, client)
 
 
-def _replayed(trace: Trace, client: Client) -> tuple[float, list[float]]:
+def replayed(trace: Trace, client: Client, scope: ScopeId = SECRET.scope) -> tuple[float, list[float]]:
+    """Look up, lease and store all requests of a trace; returns percent of hits, and when each began."""
     keys_of: dict[int, list[BlockKey]] = {}
-    payload = memoryview(bytes(BLOCK_BYTES))
+    payload = memoryview(bytes(client.target.layout.block_bytes))
     begun_s, at_s = time.monotonic(), list[float]()
     hits = asked = 0
     for path in trace.paths:
         keys: list[BlockKey] = []
         for run_number in path:
             if run_number not in keys_of:
-                keys_of[run_number] = _keys(run_number, trace.lengths[run_number])
+                keys_of[run_number] = _keys(scope, run_number, trace.lengths[run_number])
             keys += keys_of[run_number]
         at_s.append(time.monotonic() - begun_s)
         found = client.lookup(keys).blocks
@@ -99,8 +100,8 @@ def _store(client: Client, keys: Sequence[BlockKey], first: int, payload: memory
             return
 
 
-def _keys(run_number: int, blocks: int) -> list[BlockKey]:
+def _keys(scope: ScopeId, run_number: int, blocks: int) -> list[BlockKey]:
     return [
-        BlockKey(SECRET.scope, hashlib.blake2b(f"{run_number}/{i}".encode(), digest_size=KEY_BYTES).digest())
+        BlockKey(scope, hashlib.blake2b(f"{run_number}/{i}".encode(), digest_size=KEY_BYTES).digest())
         for i in range(blocks)
     ]

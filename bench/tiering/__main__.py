@@ -8,7 +8,7 @@ of leaf-LRU tiers, and a cascade with fixed times to live. The limit has all blo
 
 Arrivals are those of the trace, faster: a load is the rate of its middle 80 % over what the engine alone (A), or the
 engine with the cascade (C), computes when everything waits. Sizes of tiers are the machine's for each GPU, scaled so
-that HBM holds `--hbm-percent` of a trace's different blocks. The machine is that of bench/tiering/machine.py.
+that HBM holds `--hbm-percent` of a trace's different blocks. The machine is that of kvstrata_agent.replay.machine.
 
 Besides, without queues: what is written to flash behind a memory of 1, 5, 10 and 25 %, see bench/tiering/flash.py.
 """
@@ -26,10 +26,11 @@ from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.policy.synthetic import synthetic
 from bench.tiering import flash
-from bench.tiering.machine import GIGABYTE, TIERS, Engine, Machine
-from bench.tiering.simulation import MakeTiers, Outcome, Simulation
-from bench.tiering.tiers import FixedTtl, Ours, Tiers, WriteThrough
 from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.machine import GIGABYTE, TIERS, Engine, Machine
+from kvstrata_agent.replay.planning import fitting, highest_rate, recorded_per_s
+from kvstrata_agent.replay.simulation import MakeTiers, Outcome, Simulation
+from kvstrata_agent.replay.tiers import FixedTtl, Ours, Tiers, WriteThrough
 from kvstrata_agent.replay.traces import TraceError, read_folder
 from kvstrata_api import __version__
 
@@ -45,7 +46,6 @@ TTL_S: Final = (300.0, 300.0, 3600.0, 3600.0)
 """Of memory tiers and of the others, in the trace's time: providers' prompt caches keep for 5 minutes or an hour."""
 GOAL_S: Final = 30.0
 """Bound on the time to the first token that Mooncake was operated with (2407.00079)."""
-SEARCH_STEPS: Final = 7
 FLASH_HEADER: Final = (
     "trace", "memory", "write-through", "cascade", "ours, all", "ours", "ours, engine", "limit", "x fewer",
 )  # fmt: skip
@@ -114,8 +114,7 @@ class Workload:
     @property
     def requests_per_s(self) -> float:
         """Rate of the middle 80 % as it was recorded."""
-        at_s, count = self.trace.at_s, len(self.trace.at_s)
-        return 0.8 * count / max(1e-9, at_s[count * 9 // 10] - at_s[count // 10])
+        return recorded_per_s(self.trace)
 
     def saturated(self, contender: Contender) -> float:
         """Requests in a second when everything waits from the beginning."""
@@ -148,20 +147,6 @@ class Cell:
         return self.p99_s[OURS] / self.p99_s[ALONE]
 
 
-def fitting(trace: Trace, context_tokens: int, limit: int) -> tuple[Trace, int]:
-    """A trace without the prompts that are longer than a context, and how many those were of its first requests."""
-    sizes = [sum(trace.lengths[run] for run in path) * trace.block_tokens for path in trace.paths]
-    kept = [i for i, tokens in enumerate(sizes) if tokens <= context_tokens][:limit]
-    if not kept:
-        raise TraceError(f"{trace.name}: no prompt of at most {context_tokens} tokens")
-    made = replace(
-        trace, at_s=[trace.at_s[i] for i in kept], paths=[trace.paths[i] for i in kept],
-        kinds=[trace.kinds[i] for i in kept], stops=[trace.stops[i] for i in kept],
-        output_blocks=[trace.output_blocks[i] for i in kept], sessions=[trace.sessions[i] for i in kept],
-    )  # fmt: skip
-    return made, kept[-1] + 1 - len(kept)
-
-
 def measure(work: Workload) -> list[Cell]:
     """All loads of one trace."""
     reference = contenders(1.0)
@@ -180,15 +165,12 @@ def measure(work: Workload) -> list[Cell]:
 
 def requests_at(work: Workload, goal_s: float, name: str) -> float:
     """Most requests in a second at which 99 % of them have their first token in time, to a hundredth part."""
-    low, high = 0.0, 2.0 * work.saturated(contenders(1.0)[name])
-    for _ in range(SEARCH_STEPS):
-        rate = (low + high) / 2
+
+    def fits(rate: float) -> bool:
         speed = rate / work.requests_per_s
-        if work.run(speed, contenders(speed)[name]).ttft_percentile_s(99) <= goal_s:
-            low = rate
-        else:
-            high = rate
-    return low
+        return work.run(speed, contenders(speed)[name]).ttft_percentile_s(99) <= goal_s
+
+    return highest_rate(fits, 2.0 * work.saturated(contenders(1.0)[name]))
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, float]:

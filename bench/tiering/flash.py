@@ -12,8 +12,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from bench.tiering.tiers import Ours, Tiers, Write, WriteThrough
 from kvstrata_agent.replay.reuse_aware import Hints
+from kvstrata_agent.replay.tiers import Ours, Rules, Tiers, Write, WriteThrough
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Followed(Ours):
         self._writes: dict[int, list[int]] = {}
         """Written and read blocks of each run, since it came to flash."""
         self.ended: list[list[int]] = []
-        super().__init__(trace, capacities, write, memories=1, has_admission=False)
+        super().__init__(trace, capacities, write, rules=Rules(memories=1, has_admission=False))
 
     def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
         """What flash alone has is read."""
@@ -126,8 +126,8 @@ def measure(trace: Trace, memory_percent: int) -> Cell:
         WRITE_THROUGH: flow(trace, capacities, WriteThrough),
         "cascade": flow(trace, capacities, Tiers),
         ALL: flow(trace, capacities, follow),
-        OURS: flow(trace, capacities, partial(Ours, memories=1)),
-        "ours, engine's hints": flow(trace, capacities, partial(Ours, hints=Hints.ENGINE, memories=1)),
+        OURS: flow(trace, capacities, partial(Ours, rules=Rules(memories=1))),
+        "ours, engine's hints": flow(trace, capacities, partial(Ours, hints=Hints.ENGINE, rules=Rules(memories=1))),
     }
     allowed_points = max(0.0, LOSS_POINTS - cell.lost_points(ALL))
     written, read = followed[0].least_written(allowed_points / 100 * trace.accesses)

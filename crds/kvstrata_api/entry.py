@@ -36,6 +36,12 @@ def replay(arguments: Sequence[str]) -> int:
     return status
 
 
+def plan(arguments: Sequence[str]) -> int:
+    """Run `kvstrata plan` and return its exit status."""
+    status: int = _main("kvstrata_agent.replay.plan", "agent", "kvstrata plan")(arguments)
+    return status
+
+
 def ui(arguments: Sequence[str]) -> int:
     """Run `kvstrata ui` and return its exit status, or exit with what to install."""
     status: int = _main("kvstrata_ui.main", "ui", "kvstrata ui")(arguments)

@@ -1,4 +1,4 @@
-"""Commands that the agent's package has, with command lines of its own: up, replay."""
+"""Commands that the agent's package has, with command lines of its own: up, replay, plan, ui."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
     "up": ("an agent on this machine, without Kubernetes or Redis", entry.up),
     "replay": ("what recorded requests would find in caches of given sizes", entry.replay),
+    "plan": ("what a pool would do for recorded requests, at what cost, and which sizes are better", entry.plan),
     "ui": ("a page with the dashboards and a map of the fleet, from Prometheus", entry.ui),
 }
 

@@ -69,7 +69,7 @@ class Source:
         answers: dict[str, Samples] = {}
         trouble = "" if self.prometheus else "--prometheus URL has them"
         try:
-            answers = {name: _samples(self.prometheus, query) for name, query in QUERIES.items()} if not trouble else {}
+            answers = {name: samples(self.prometheus, query) for name, query in QUERIES.items()} if not trouble else {}
         except KvStrataError as e:
             trouble = str(e)
         return view(status.overview(seen), doctor.findings(seen), answers, trouble)
@@ -172,7 +172,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{format_rounded(round(bytes_per_second))}/s" if bytes_per_second else "-"
 
 
-def _samples(prometheus: str, query: str) -> Samples:
+def samples(prometheus: str, query: str) -> Samples:
     """Ask for the newest samples. Raises `UnsupportedError` when there are none to be had."""
     url = f"{prometheus}/api/v1/query?{urlencode({'query': query, 'time': f'{time.time():.3f}'})}"
     try:

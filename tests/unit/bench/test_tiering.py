@@ -7,11 +7,12 @@ import pytest
 
 from bench.policy.synthetic import synthetic
 from bench.tiering import flash
-from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, fitting, main, summary
-from bench.tiering.machine import TIERS, Engine, Machine
-from bench.tiering.simulation import Outcome, Simulation
-from bench.tiering.tiers import Ours, Source, Tiers, WriteThrough
+from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, main, summary
 from kvstrata_agent.replay.chains import Request, Trace, build
+from kvstrata_agent.replay.machine import TIERS, Engine, Machine
+from kvstrata_agent.replay.planning import fitting
+from kvstrata_agent.replay.simulation import Outcome, Simulation
+from kvstrata_agent.replay.tiers import Ours, Rules, Source, Tiers, WriteThrough
 
 pytestmark = pytest.mark.unit
 
@@ -178,7 +179,7 @@ def test_the_limit_writes_least_for_each_block_read(size_percent: int) -> None:
 
 def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
     trace = _once_and_again(300)
-    tiers = Ours(trace, [300, 4500], _always, memories=1)
+    tiers = Ours(trace, [300, 4500], _always, rules=Rules(memories=1))
     for number, path in enumerate(trace.paths):
         tiers.asked(number, path, trace.at_s[number])
         tiers.used(number, path, trace.at_s[number])

@@ -1,6 +1,6 @@
 """Figures of the simulated machine: one engine on one GPU, and the memories behind it. Pure.
 
-They are data sheets' and models' own, not fitted to any trace; the command line takes others.
+They are data sheets' and models' own, not fitted to any trace; command lines and hardware files give others.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,25 @@ class Engine:
     """Longest prompt (the model card); longer ones of a trace are left out."""
     step_s: float = 0.005
     """Least time of a step: all weights read once, 16 GB at 3.35 TB/s."""
+    ahead: int = 16
+    """Prompts that wait with their loads under way: each holds room in the engine's memory. 0: a prompt is looked up
+    when its turn has come."""
+    overhead_s: float = 0.0
+    """Of each request beside its own steps, while nothing else is computed."""
+    measured_tokens_per_s: float = 0.0
+    """Prefill rate as it was measured; 0: by the operations."""
+    measured_half_rate_tokens: int = 0
+    """Beside a measured rate: see `half_rate_tokens`; 0: by the operations."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Of tokens without any before them: 2 operations for each parameter."""
-        return self.flops * self.utilization / (2 * self.parameters)
+        return self.measured_tokens_per_s or self.flops * self.utilization / (2 * self.parameters)
 
     @property
     def half_rate_tokens(self) -> int:
         """Context at which attention (4 operations for each layer, dimension and token before) costs as much again."""
-        return round(self.parameters / (2 * self.layers * self.hidden))
+        return self.measured_half_rate_tokens or round(self.parameters / (2 * self.layers * self.hidden))
 
     @property
     def load(self) -> EngineLoad:

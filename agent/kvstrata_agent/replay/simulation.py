@@ -2,8 +2,8 @@
 
 The engine computes one prompt after the other, and those whose loads have ended come first in the order of arrival, as
 vLLM's scheduler passes over requests that wait for a connector. A prompt is looked up, and its loads begin, once it is
-among the first `AHEAD` that wait. Requests that decode hold a slot, and slow each step of prefill down by what reading
-their KV takes. Loads of one tier, and writes into one, go one after the other.
+among the first `Engine.ahead` that wait. Requests that decode hold a slot, and slow each step of prefill down by what
+reading their KV takes. Loads of one tier, and writes into one, go one after the other.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from bench.tiering.tiers import Source, Tiers, Write
 from kvstrata_agent.policy.recompute import CostInputs, EngineLoad, split
+from kvstrata_agent.replay.tiers import Source, Tiers, Write
 
 if TYPE_CHECKING:
-    from bench.tiering.machine import Machine
     from kvstrata_agent.replay.chains import Trace
+    from kvstrata_agent.replay.machine import Machine
 
-AHEAD: Final = 16
-"""Prompts that wait with their loads under way: each holds room in the engine's memory."""
 WRITE_WAIT_S: Final = 1.0
 """Where more than this waits to be written into a tier, blocks are lost: `cache.store.RESERVE_WAIT_S`."""
 
@@ -37,6 +35,7 @@ class _Prompt:
     number: int
     at_s: float
     blocks: int
+    found: int = 0
     fetched: int = 0
     is_ready: bool = False
 
@@ -46,13 +45,28 @@ class Outcome:
     """What came of one run."""
 
     ttft_s: list[float] = field(default_factory=list)
+    """As they came."""
+    numbers: list[int] = field(default_factory=list)
+    """Which request each of these was of."""
+    found_blocks: list[int] = field(default_factory=list)
+    """Of each of these requests, in any tier."""
     computed_tokens: int = 0
+    asked_tokens: int = 0
     computing_s: float = 0.0
+    tier_found_blocks: list[int] = field(default_factory=list)
+    """By the fastest tier that had them."""
     fetched_blocks: list[int] = field(default_factory=list)
+    """By tier."""
+    written_blocks: list[int] = field(default_factory=list)
     """By tier."""
     lost_blocks: int = 0
     """Not written because too much waited."""
     ends_s: float = 0.0
+
+    @property
+    def saved_tokens(self) -> int:
+        """Asked for and not computed."""
+        return self.asked_tokens - self.computed_tokens
 
     def ttft_percentile_s(self, percent: float) -> float:
         """Time to the first token that so many percent of the requests do not exceed."""
@@ -80,7 +94,8 @@ class Simulation:
         self._block_bytes = trace.block_tokens * engine.kv_bytes_per_token
         self._read_free_s = [0.0] * len(memories)
         self._write_free_s = [0.0] * len(memories)
-        self.outcome = Outcome(fetched_blocks=[0] * len(memories))
+        zeros = [0] * len(memories)
+        self.outcome = Outcome(tier_found_blocks=zeros.copy(), fetched_blocks=zeros.copy(), written_blocks=zeros.copy())
         self._tiers = make(trace, capacities, self._write)
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -115,7 +130,7 @@ class Simulation:
 
     def _go_on(self) -> None:
         """Look up who may be, and compute who is ready."""
-        while self._undecided and len(self._waiting) < AHEAD:
+        while self._undecided and (len(self._waiting) < self._engine.ahead or self._is_next()):
             self._look_up(self._undecided.popleft())
         if self._computing is None and self._decoding < self._engine.slots:
             ready = next((p for p in self._waiting if p.is_ready), None)
@@ -123,10 +138,17 @@ class Simulation:
                 self._waiting.remove(ready)
                 self._compute(ready)
 
+    def _is_next(self) -> bool:
+        """Nobody computes, and nobody waits."""
+        return self._computing is None and not self._waiting
+
     def _look_up(self, prompt: _Prompt) -> None:
         path = self._trace.paths[prompt.number]
         self._tiers.asked(prompt.number, path, self._now_s)
         sources = self._tiers.sources(path)
+        for source in sources:
+            prompt.found += source.blocks
+            self.outcome.tier_found_blocks[source.tier] += source.blocks
         prompt.fetched = self._decided(sources)
         ready_s, left = self._now_s, prompt.fetched
         for source in sources:
@@ -195,6 +217,7 @@ class Simulation:
         if begins_s > self._now_s + WRITE_WAIT_S:
             self.outcome.lost_blocks += blocks
             return False
+        self.outcome.written_blocks[tier] += blocks
         self._write_free_s[tier] = begins_s + blocks * self._block_bytes / self._memories[tier].write_bytes_per_s
         return True
 
@@ -209,13 +232,17 @@ class Simulation:
         block_tokens = self._trace.block_tokens
         fetched = min(prompt.fetched * block_tokens, prompt.blocks * block_tokens - 1)
         tokens = prompt.blocks * block_tokens - fetched  # The last one is always computed: its result is wanted.
-        took_s = max(self._engine.step_s, self._engine.load.compute_s(fetched, tokens) * self._slowdown())
+        step_s = max(self._engine.step_s, self._engine.load.compute_s(fetched, tokens) * self._slowdown())
+        took_s = step_s + self._engine.overhead_s
         self.outcome.computed_tokens += tokens
+        self.outcome.asked_tokens += prompt.blocks * block_tokens
         self.outcome.computing_s += took_s
         self._at(self._now_s + took_s, lambda: self._computed(prompt))
 
     def _computed(self, prompt: _Prompt) -> None:
         self.outcome.ttft_s.append(self._now_s - prompt.at_s)
+        self.outcome.numbers.append(prompt.number)
+        self.outcome.found_blocks.append(prompt.found)
         self._tiers.used(prompt.number, self._trace.paths[prompt.number], self._now_s)
         self._computing = None
         block_tokens, engine = self._trace.block_tokens, self._engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata_agent.policy.admission import WriteAdmission
@@ -37,6 +38,8 @@ class Tiers:
 
     def __init__(self, trace: Trace, capacities: Sequence[int], write: Write) -> None:
         self.levels = [Cache(trace, blocks) for blocks in capacities]
+        self.floors = list(capacities)
+        """Blocks that a level keeps once it had more than it may; fewer where a low watermark is below the high one."""
         self.policies = [self.policy(trace, level) for level in self.levels]
         self.write = write
         self.stored = [[0] * len(trace.lengths) for _ in capacities]
@@ -85,7 +88,9 @@ class Tiers:
     def shrink(self, tier: int) -> None:
         """Let blocks leave a level until it has no more than it may."""
         level, policy = self.levels[tier], self.policies[tier]
-        while (excess := level.used_blocks - level.capacity_blocks) > 0:
+        if level.used_blocks <= level.capacity_blocks:
+            return
+        while (excess := level.used_blocks - self.floors[tier]) > 0:
             run = policy.victim()
             self.leave(tier, run, min(excess, policy.blocks_of(run), level.held[run]))
 
@@ -225,6 +230,22 @@ class _Least:
             self._victims.offer(run, self._owner.worth(run))
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a pool declares of its tiers (`policy.*`), and which of them are whose."""
+
+    eviction: str = "ReuseAware"
+    placement: str = "ReuseInterval"
+    has_admission: bool = True
+    """Without it everything is written to what is no memory."""
+    memories: int = 2
+    """The first so many levels are memory."""
+    engine_levels: int = 1
+    """The first so many are the engine's own, which has no watermarks."""
+    low_part: float = 1.0
+    """A level behind those that had more than it may keeps this part of that."""
+
+
 class Ours(Tiers):
     """The agent's own: what is worth least leaves, for the tier where it is still likely there when it returns."""
 
@@ -234,23 +255,25 @@ class Ours(Tiers):
         capacities: Sequence[int],
         write: Write,
         hints: Hints = Hints.NONE,
-        *,
-        memories: int = 2,
-        has_admission: bool = True,
+        rules: Rules = Rules(),
     ) -> None:
-        """The first so many tiers are memory; without admission everything is written to the others."""
+        """By the rules of a pool, and what the policy is told of requests."""
+        self._is_lru = rules.eviction == "LeafLRU"
+        self._cascades = rules.placement == "Cascade"
         self._facts = facts(trace, hints)
-        self._memories = memories
+        self._memories = rules.memories
         self._table: MarkTable[int] = MarkTable()
         self.reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
         self._prices = [Price() for _ in capacities]
-        self.admission: WriteAdmission[int] | None = WriteAdmission() if has_admission else None
+        self.admission: WriteAdmission[int] | None = WriteAdmission() if rules.has_admission else None
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write)
+        behind = slice(rules.engine_levels, None)
+        self.floors[behind] = [max(1, int(blocks * rules.low_part)) for blocks in capacities[behind]]
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
-        """By worth at every level."""
-        return _Least(level, self, next(self._seeds))
+        """By worth at every level, or by last use."""
+        return LeafLru(level) if self._is_lru else _Least(level, self, next(self._seeds))
 
     def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
         """Learn from it."""
@@ -262,8 +285,8 @@ class Ours(Tiers):
         self.reuse.begin(path, sizes, self._facts[number], now_s)
 
     def target(self, tier: int, run: int) -> int:
-        """By the reuse interval."""
-        if tier + 2 >= len(self.levels):
+        """By the reuse interval, or the next slower one."""
+        if self._cascades or tier + 2 >= len(self.levels):
             return tier + 1
         found = by_reuse_interval([self._facts_of(i) for i in range(len(self.levels))], tier, self.worth(run)).target
         return tier + 1 if found is None else int(found)
