@@ -18,6 +18,7 @@ from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.agents.agents import agents_of, forget_agents, plan_agents
 from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.incremental import FleetFacts, Members
+from kvstrata_operator.decide.models import model_caches
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operations import Operation
 from kvstrata_operator.decide.plan.actions import Action, Create, Delete, Merge
@@ -27,6 +28,7 @@ from kvstrata_operator.decide.trust import erasure, scope_keys
 from kvstrata_operator.decide.trust import identity_conflicts as claims
 from kvstrata_operator.observe.kinds import (
     CONNECTION_LABELS,
+    NODE,
     POOL,
     Ref,
     body_of,
@@ -54,11 +56,18 @@ def plan_orders(view: View, fleet: FleetFacts, setting: Setting, now: datetime) 
     for name, pool in sorted(pools.declared.items()):
         its = _Its(pool, fleet.pools.get(name, Members()), wanted.get(name, {}))
         actions += _plan_pool(view, its, setting, now)
+    actions += _plan_labels(fleet)
     actions += redis.plan_redis(view, fleet, setting)
     actions += _plan_keys(trust, pools.declared, setting.namespace, now)
     actions += erase_operation.plan_requests(pools.operations.values(), trust.tenants)
     actions += _expired(pools.operations.values(), now)
     return Plan(tuple(actions), _wake_at(view, fleet, now))
+
+
+def _plan_labels(fleet: FleetFacts) -> Iterable[Action]:
+    """Let the labels of Nodes state the weights that they have."""
+    for node, labels in sorted(fleet.mislabelled.items()):
+        yield Merge(Ref(NODE, node), body={"metadata": {"labels": labels}})
 
 
 def _expired(seen: Iterable[Operation], now: datetime) -> Iterable[Action]:
@@ -94,7 +103,7 @@ def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[
     if held:
         return held
     agents = agents_of(view, pool, members, setting, now)
-    stands = Stands(placement, members.seen, members.difference)
+    stands = Stands(placement, members.seen, members.difference, members.models)
     return (
         *reconcile(pool, stands, reachable, now, Stays(its.wanted, agents.rollout.holds)),
         *plan_agents(view, pool, agents, members, setting, now),
@@ -196,6 +205,7 @@ def _wake_at(view: View, fleet: FleetFacts, now: datetime) -> datetime | None:
     for operation in view.pools.operations.values():
         is_over = operations.stored_end(operation) is not None
         moments.append(operations.expires_at(operation) if is_over else operations.deadline(operation))
+    moments += [model_caches.deadline(cache) for cache in view.pools.model_caches.values()]
     moments += [lifecycle.next_step(pool, now) for pool in view.pools.declared.values() if pool.is_deleting]
     moments += [share_end(s.model) for s in view.trust.shares.values() if s.model is not None]
     return min((m for m in moments if m is not None and m > now), default=None)
