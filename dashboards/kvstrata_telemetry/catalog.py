@@ -279,6 +279,20 @@ AGENT: Final = (
         ("pool", "node", "type", "result"),
     ),
     Metric(
+        "kvstrata_model_staged_bytes", Kind.GAUGE, "Bytes of a KVModelCache's weights that are on this node.",
+        ("pool", "node", "model"),
+    ),
+    Metric(
+        "kvstrata_model_source_bytes_total", Kind.COUNTER,
+        "Bytes of weights that were staged, by where they came from (source, peer, shared: another revision here).",
+        ("pool", "node", "model", "origin"), values={"origin": ("source", "peer", "shared")},
+    ),
+    Metric(
+        "kvstrata_model_evicted_total", Kind.COUNTER,
+        "Revisions of weights that were removed, by reason (RoomForKv, RoomForModel, Unwanted).",
+        ("pool", "node", "model", "reason"), values={"reason": ("RoomForKv", "RoomForModel", "Unwanted")},
+    ),
+    Metric(
         "kvstrata_corrupt_blocks_total", Kind.COUNTER, "Blocks whose checksum failed; each became a miss.",
         ("pool", "node", "tier"), values={},
     ),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvstrata_agent.weights.listing import Listing, decode
+from kvstrata_agent.weights.listing import Listing, ModelFile, decode
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.names import MODELS_FOLDER
 from kvstrata_node import directories
@@ -33,7 +33,7 @@ from kvstrata_node import directories
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstrata_agent.weights.listing import Chunk, ModelFile
+    from kvstrata_agent.weights.listing import Chunk
 
 _FICLONERANGE: Final = 0x4020940D
 """_IOW(0x94, 13, struct file_clone_range); include/uapi/linux/fs.h."""
@@ -137,9 +137,9 @@ class ModelFolder:
         except (OSError, msgspec.DecodeError):
             return Known()
 
-    def note(self, model: str, revision: str, known: Known) -> None:
-        """Keep what is known, durably."""
-        directories.write_durably(self._draft_path(model, revision), msgspec.json.encode(known))
+    def note(self, model: str, revision: str, document: bytes) -> None:
+        """Keep what is known, an encoded `Known`, durably."""
+        directories.write_durably(self._draft_path(model, revision), document)
 
     def finish(self, model: str, revision: str, listing: Listing) -> Revision:
         """Give files that are all there, and durable, the revision's name; durable on return.

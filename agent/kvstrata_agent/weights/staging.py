@@ -57,6 +57,8 @@ PATIENCE_S: Final = 15.0
 """Without a byte more from other agents for so long, the source is read."""
 POLL_INTERVAL_S: Final = 0.25
 """Between two questions to agents that do not have a piece yet."""
+NOTE_BYTES: Final = 256 << 20
+"""After so many bytes of files that are whole, what is known of them is kept: so much is read again after a crash."""
 SAFETENSORS: Final = ".safetensors"
 
 _log = logging.getLogger(__name__)
@@ -138,6 +140,8 @@ class Staging:
     _area: Path = Path()
     _here: dict[str, Place] = field(default_factory=dict)
     _document: bytes = b""
+    _noting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _unnoted_bytes: int = 0
     _gate: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, FILES_AT_ONCE))
 
     async def run(self) -> Listing:
@@ -177,7 +181,7 @@ class Staging:
             listing = await self._listing_of_source()
         if listing is not None:
             self._known = msgspec.structs.replace(self._known, listing=listing)
-            await in_thread(None, partial(self.folder.note, *self.wanted.key, self._known))
+            await self._note()
         return listing
 
     async def _listing_of_peers(self) -> Listing | None:
@@ -244,7 +248,10 @@ class Staging:
         self.progress.size_bytes = size_bytes = sum(file.size_bytes for file in before)
         await self.reserve(size_bytes)
         await self._clean({file.path for file in before})
-        files = await self._together([partial(self._discovered, file) for file in before])
+        try:
+            files = await self._together([partial(self._discovered, file) for file in before])
+        finally:
+            await self._note()
         if await source.files() != before:
             raise RetryableError("the source has changed while it was read")
         return listing_of(tuple(files))
@@ -257,8 +264,17 @@ class Staging:
         skeleton = ModelFile(seen.path, seen.size_bytes, "", tuple(Chunk(size, "") for size in sizes))
         made = await self._file(skeleton, None)
         self._known.found[seen.path] = seen.mark, made
-        await in_thread(None, partial(self.folder.note, *self.wanted.key, self._known))
+        self._unnoted_bytes += made.size_bytes
+        if self._unnoted_bytes >= NOTE_BYTES:
+            await self._note()
         return made
+
+    async def _note(self) -> None:
+        """Keep what is known of finished files for the next try; one after the other."""
+        async with self._noting:
+            self._unnoted_bytes = 0
+            document = msgspec.json.encode(self._known)
+            await in_thread(None, partial(self.folder.note, *self.wanted.key, document))
 
     async def _tensor_ends(self, seen: SourceFile) -> list[int] | None:
         if not seen.path.endswith(SAFETENSORS):
