@@ -631,22 +631,36 @@ NODES: Final = Board(
             CALM, 6,
         ),
     )),
-    Row("Are they alike?", "operator", (
+    Row("Are they alike, and which weights have they?", "operator", (
         Panel(
             "Agents by version", "Agents, by their version and the level of their kernels.", Form.STACK, Unit.NONE,
             (Query(f"count by (version, kernels) (kvstrata_agent_info{{{NODE}}})", "{{version}} {{kernels}}"),), CALM,
-            8,
+            4,
         ),
         Panel(
             "Orders", "Parts of KVOperations that agents ended, by node and result.", Form.LINES, Unit.PER_SECOND,
-            (Query(rate("kvstrata_orders_total", "node, type, result"), "{{node}} {{type}} {{result}}"),), CALM, 8,
+            (Query(rate("kvstrata_orders_total", "node, type, result"), "{{node}} {{type}} {{result}}"),), CALM, 4,
         ),
         Panel(
             "Certificates of agents: time left", "Until the first one of each node ends; replaced after two thirds.",
             Form.LINES, Unit.SECONDS,
             (Query(
                 f"min by (node) (kvstrata_certificate_expiry_timestamp_seconds{{{NODE}}}) - time()", "{{node}}",
-            ),), CALM, 8,
+            ),), CALM, 4,
+        ),
+        Panel(
+            "Weights by model", "Bytes of each KVModelCache that nodes have.", Form.STACK, Unit.BYTES,
+            (Query(f"sum by (node, model) (kvstrata_model_staged_bytes{{{NODE}}})", "{{node}} {{model}}"),), CALM, 4,
+        ),
+        Panel(
+            "Weights that came, by origin", "From the source, from other agents, or from another revision here.",
+            Form.STACK, Unit.BYTES_PER_SECOND,
+            (Query(rate("kvstrata_model_source_bytes_total", "model, origin"), "{{model}} {{origin}}"),), CALM, 4,
+        ),
+        Panel(
+            "Weights that left", "Revisions that were removed, by reason.", Form.LINES, Unit.PER_SECOND,
+            (Query(rate("kvstrata_model_evicted_total", "node, model, reason"), "{{node}} {{model}} {{reason}}"),),
+            CALM, 4,
         ),
     )),
 ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weights of models by a real agent process: ordered, staged, reported, pinned while mapped, evicted for KV when idle."""
+"""Weights of models by a real agent process: staged, reported, pinned while mapped, evicted for KV when idle."""
 
 import hashlib
 import json

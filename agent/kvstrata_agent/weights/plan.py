@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.movement.path import KV_WEIGHT
@@ -13,6 +14,31 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from kvstrata_agent.weights.listing import Chunk, ModelFile
+
+
+class Fault(StrEnum):
+    """Why a model is not staged; each value is a reason of condition ModelsStaged."""
+
+    SOURCE_AWAY = "SourceAway"
+    SOURCE_CHANGED = "SourceChanged"
+    SOURCE_INVALID = "SourceInvalid"
+    DIGEST_MISMATCH = "DigestMismatch"
+    TOO_LARGE = "TooLarge"
+    NO_ROOM = "NoRoom"
+    DISK_FULL = "DiskFull"
+    DISK_FAILED = "DiskFailed"
+    TIER_ABSENT = "TierAbsent"
+    UNSUPPORTED = "Unsupported"
+    INTERNAL = "Internal"
+    UNKNOWN_ORDER = "UnknownOrder"
+
+
+class Cause(StrEnum):
+    """Why a revision went."""
+
+    ROOM_FOR_KV = "RoomForKv"
+    ROOM_FOR_MODEL = "RoomForModel"
+    UNWANTED = "Unwanted"
 
 
 @dataclass(frozen=True, slots=True)

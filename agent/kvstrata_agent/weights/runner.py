@@ -19,7 +19,7 @@ from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.policy.operations import MESSAGE_CHARS_MAX
 from kvstrata_agent.weights.folder import ModelFolder, read_at
-from kvstrata_agent.weights.plan import Resident, plan_for_kv, plan_room
+from kvstrata_agent.weights.plan import Cause, Fault, Resident, plan_for_kv, plan_room
 from kvstrata_agent.weights.source import open_source
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
 from kvstrata_api.errors import (
@@ -61,7 +61,6 @@ SOURCE_PATH: Final = "source"
 """Where bytes come from on a node without a memory tier."""
 LEFT_WEIGHT: Final = 100
 """Of a revision that no order names any more."""
-ROOM_FOR_KV, ROOM_FOR_MODEL = "RoomForKv", "RoomForModel"
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ _log = logging.getLogger(__name__)
 class _RefusedError(Exception):
     """What keeps a model from being staged now, with its reason in the report."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: Fault, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -149,6 +148,7 @@ class Models:
 
     def _begin(self, order: ModelOrder, evicted: ModelReport | None) -> None:
         fields = {"name": order.name, "uid": order.uid, "generation": order.generation, "revision": order.revision}
+        self._node.counters.begin_model(order.name)
         run = self._runs[order.name] = _Run(order, ModelReport(state="Staging", **fields))
         folder = self._folders.get(order.tier)
         if evicted is not None and (folder is None or run.key not in folder.revisions):
@@ -206,11 +206,11 @@ class Models:
                 if isinstance(e, BlockCorruptError | InvalidInputError):
                     await self._start_over(run)
             except OSError as e:
-                reason = "DiskFull" if e.errno in _FULL else "DiskFailed"
+                reason = Fault.DISK_FULL if e.errno in _FULL else Fault.DISK_FAILED
                 self._failed(run, reason, f"{e.filename or run.order.tier}: {e.strerror or e}")
             except Exception as e:  # noqa: BLE001  A task root: whatever it was, it is reported.
                 _log.exception("model failed", extra={"model": run.order.name})
-                self._failed(run, "Internal", repr(e))
+                self._failed(run, Fault.INTERNAL, repr(e))
             else:
                 return
             finally:
@@ -226,8 +226,8 @@ class Models:
         if folder is not None:
             await in_thread(None, partial(folder.drop_staging, *run.key))
 
-    def _failed(self, run: _Run, reason: str, message: str) -> None:
-        update = {"state": "Failed", "reason": reason, "message": message[:MESSAGE_CHARS_MAX]}
+    def _failed(self, run: _Run, reason: Fault, message: str) -> None:
+        update = {"state": "Failed", "reason": reason.value, "message": message[:MESSAGE_CHARS_MAX]}
         run.report = _progress(run).model_copy(update=update)
         _log.warning("model not staged", extra={"model": run.order.name, "reason": reason, "cause": message})
 
@@ -236,7 +236,9 @@ class Models:
         held = folder.revisions.get(run.key)
         if held is not None and order.digest not in (None, held.digest):
             if not await in_thread(None, partial(folder.remove, *run.key)):
-                raise _RefusedError("DigestMismatch", f"{held.digest} is here and in use, {order.digest} is wanted")
+                raise _RefusedError(
+                    Fault.DIGEST_MISMATCH, f"{held.digest} is here and in use, {order.digest} is wanted"
+                )
             held = None
         if held is None:
             wanted = Wanted(order.name, order.revision, order.digest or "")
@@ -265,9 +267,9 @@ class Models:
         tier = self._node.tier(name)
         if tier is not None and tier.spec.type is not TierType.NVME:
             raise _RefusedError(
-                "Unsupported", f"tier {name} is {tier.spec.type.value}: weights are files of NVMe tiers"
+                Fault.UNSUPPORTED, f"tier {name} is {tier.spec.type.value}: weights are files of NVMe tiers"
             )
-        raise _RefusedError("TierAbsent", self._errors.get(name, f"tier {name} is not up on this node"))
+        raise _RefusedError(Fault.TIER_ABSENT, self._errors.get(name, f"tier {name} is not up on this node"))
 
     def _turn(self, run: _Run, size_bytes: int) -> AbstractAsyncContextManager[None]:
         """Weights go where blocks go that are demoted to the tier, and share that path with them."""
@@ -279,7 +281,7 @@ class Models:
         name = run.order.tier
         tier = self._node.tier(name)
         if tier is None:
-            raise _RefusedError("TierAbsent", f"tier {name} is not up on this node")
+            raise _RefusedError(Fault.TIER_ABSENT, f"tier {name} is not up on this node")
         async with self._room:
             granted_bytes = self._provisioner.granted_bytes(name)
             left_bytes = granted_bytes - self._reserved(name)
@@ -287,12 +289,14 @@ class Models:
             room = plan_room(left_bytes, residents, size_bytes)
             if room.is_too_large and size_bytes > granted_bytes - granted_bytes // 16:
                 raise _RefusedError(
-                    "TooLarge", f"{size_bytes} B in a tier of {granted_bytes} B, of which KV keeps 1/16"
+                    Fault.TOO_LARGE, f"{size_bytes} B in a tier of {granted_bytes} B, of which KV keeps 1/16"
                 )
             if room.short_bytes:
-                raise _RefusedError("NoRoom", f"{size_bytes} B wanted, {room.short_bytes} B are missing beside others")
+                raise _RefusedError(
+                    Fault.NO_ROOM, f"{size_bytes} B wanted, {room.short_bytes} B are missing beside others"
+                )
             for victim in room.leaves:
-                await self._evict(name, victim, ROOM_FOR_MODEL)
+                await self._evict(name, victim, Cause.ROOM_FOR_MODEL)
             run.reserved_bytes = size_bytes
         await self._settle()
         while tier.shrinking & tier.closing:
@@ -342,7 +346,7 @@ class Models:
                 capacity_bytes = self._provisioner.granted_bytes(name) - self._reserved(name)
                 leaves = plan_for_kv(capacity_bytes, residents, kv_wants_room=self._wants_room(tier))
                 for victim in leaves:
-                    await self._evict(name, victim, ROOM_FOR_KV)
+                    await self._evict(name, victim, Cause.ROOM_FOR_KV)
             if leaves:
                 await self._settle()
         for run in self._runs.values():
@@ -353,19 +357,19 @@ class Models:
         low = self._node.spec.policy.eviction.low_watermark_percent
         return tier.fill_ratio * 100 >= low
 
-    async def _evict(self, tier: str, victim: Resident, reason: str) -> None:
+    async def _evict(self, tier: str, victim: Resident, reason: Cause) -> None:
         folder = self._folders[tier]
         key = victim.name, victim.revision
         if not await in_thread(None, partial(folder.remove, *key)):
             return  # Somebody has opened it just now.
-        reason = reason if victim.is_wanted else "Unwanted"
+        reason = reason if victim.is_wanted else Cause.UNWANTED
         self._node.counters.add("kvstrata_model_evicted_total", model=victim.name, reason=reason)
         _log.info("model removed", extra={"model": victim.name, "revision": victim.revision, "reason": reason})
         run = self._runs.get(victim.name)
         if run is None or run.key != key:
             return
         message = f"unused for {victim.idle_s or 0.0:.0f} s, {victim.size_bytes} B given back"
-        update = {"state": "Evicted", "reason": reason, "message": message, "path": "", "in_use": False}
+        update = {"state": "Evicted", "reason": reason.value, "message": message, "path": "", "in_use": False}
         none = dict.fromkeys(("staged_bytes", "source_bytes", "peer_bytes", "shared_bytes"), 0)
         run.report = run.report.model_copy(update={**update, **none})
 
@@ -429,17 +433,17 @@ class Models:
 _FULL: Final = frozenset({28, 122})
 """ENOSPC and EDQUOT; include/uapi/asm-generic/errno.h."""
 
-_REASONS: Final[Sequence[tuple[type[KvStrataError], str]]] = (
-    (BlockCorruptError, "DigestMismatch"),
-    (InvalidInputError, "SourceInvalid"),
-    (UnsupportedError, "Unsupported"),
-    (BackendFailedError, "SourceAway"),
-    (RetryableError, "SourceChanged"),
+_REASONS: Final[Sequence[tuple[type[KvStrataError], Fault]]] = (
+    (BlockCorruptError, Fault.DIGEST_MISMATCH),
+    (InvalidInputError, Fault.SOURCE_INVALID),
+    (UnsupportedError, Fault.UNSUPPORTED),
+    (BackendFailedError, Fault.SOURCE_AWAY),
+    (RetryableError, Fault.SOURCE_CHANGED),
 )
 
 
-def _reason(error: KvStrataError) -> str:
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), type(error).__name__)
+def _reason(error: KvStrataError) -> Fault:
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Fault.INTERNAL)
 
 
 def _is_other(order: ModelOrder, wanted: ModelOrder) -> bool:

@@ -51,7 +51,7 @@ READ: Final[dict[str, dict[str, str]]] = {
     },
     "agent/kvstrata_agent/backends/registry.py": {
         "CxlTier.mode": "settings.mode",
-        "SecretRef.name": "store.secret_ref.name",
+        "SecretRef.name": "secret_ref.name",
         "Encryption.type": "tier.encryption.type",
     },
     "agent/kvstrata_agent/kube/declared.py": {
@@ -85,6 +85,20 @@ READ: Final[dict[str, dict[str, str]]] = {
         "TierDrainOrder.tier": "order.tier",
         "FlushOrder.tier": "order.tier",
         "FlushOrder.mode": "order.mode",
+    },
+    "agent/kvstrata_agent/weights/runner.py": {
+        "ModelOrder.name": "order.name",
+        "ModelOrder.uid": "order.uid",
+        "ModelOrder.generation": "order.generation",
+        "ModelOrder.tier": "order.tier",
+        "ModelOrder.revision": "order.revision",
+        "ModelOrder.digest": "order.digest",
+        "ModelOrder.peers": "run.order.peers",
+        "ModelOrder.weight": "run.order.weight",
+        "ModelOrder.idle_seconds": "run.order.idle_seconds",
+    },
+    "agent/kvstrata_agent/weights/source.py": {
+        "ModelSource.url": "source.url",
     },
     "agent/kvstrata_agent/operations/warm.py": {
         "WarmOrder.tenant": "order.tenant",

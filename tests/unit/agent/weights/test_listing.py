@@ -61,7 +61,21 @@ def test_another_file_is_another_digest(listing: Listing) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["", "/a", "../a", "a/../b", "a//b", "a/", "./a", "a\x00b", "a\nb", "a\\b", "x" * 513, ".kvstrata-x", "d/.kvstrata"],
+    [
+        "",
+        "/a",
+        "../a",
+        "a/../b",
+        "a//b",
+        "a/",
+        "./a",
+        "a\x00b",
+        "a\nb",
+        "a\\b",
+        "x" * 513,
+        ".kvstrata-x",
+        "d/.kvstrata",
+    ],
 )
 def test_paths_that_are_no_files_of_a_folder_are_refused(path: str) -> None:
     with pytest.raises(InvalidInputError, match="file"):

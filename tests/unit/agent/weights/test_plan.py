@@ -37,7 +37,7 @@ capacities = st.integers(64 << 20, 200 * GIB)
 
 
 @given(capacities, residents, st.booleans())
-def test_what_is_open_or_was_used_lately_never_leaves_for_kv(
+def test_what_is_open_or_was_used_lately_never_leaves_for_kv(  # noqa: FBT001
     capacity_bytes: int, models: list[Resident], kv_wants_room: bool
 ) -> None:
     leaves = plan_for_kv(capacity_bytes, models, kv_wants_room=kv_wants_room)

@@ -229,6 +229,7 @@ class Neighbours:
         self.sent: list[str] = []
 
     async def weights_held(self, node: str, model: str, revision: str) -> PeerHolding:
+        assert (model, revision) == ("m", "r1")
         if node not in self.nodes:
             raise AgentAwayError(node)
         return PeerHolding(self.listing.digest, len(self.listing.encode()), self.listing.size_bytes)
