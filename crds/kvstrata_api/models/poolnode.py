@@ -30,6 +30,8 @@ MIGRATE_TARGETS_MAX: Final = 8
 """Nodes that an agent may bring its blocks to: one after the other, while the one before it is away or full."""
 MODELS_MAX: Final = 16
 """KVModelCaches whose weights one node is to have; it reports as many again that it has not removed yet."""
+MODEL_PEERS_MAX: Final = 8
+"""Nodes that an agent asks for weights: those that have them, or that come first."""
 SHARES_MAX: Final = 64
 """Prefix shares that one node reports hits of: those that were read last."""
 TENANTS_MAX: Final = 128
@@ -133,6 +135,12 @@ class ModelOrder(ApiModel):
     source: ModelSource = Field(description="Where the files come from.")
     revision: Revision = Field(description="Name of the folder.")
     digest: ListingDigest | None = Field(None, description="Digest that the files have to have; absent: any.")
+    peers: tuple[ObjectName, ...] = Field(
+        (),
+        max_length=MODEL_PEERS_MAX,
+        description="Nodes of the pool whose agents have the files, or get them before this one, in the order in which "
+        "they are asked; the source is read without them.",
+    )
     weight: int = Field(ge=1, le=10_000, description="Share of contended bandwidth, beside KV, which weighs 100.")
     idle_seconds: int = Field(
         ge=0, le=31_536_000, description="So long after its last use it may be removed to make room for KV."

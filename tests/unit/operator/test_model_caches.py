@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstrata_api.models.poolnode import MODELS_MAX
-from kvstrata_operator.decide.incremental import Seen
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds
@@ -40,7 +39,7 @@ def test_every_node_of_the_pool_is_ordered_and_the_cache_is_staged_once_all_have
     ref = declare(fleet, source={"url": "s3://m/llama", "secretRef": {"name": "s"}}, weight=7, idleSeconds=0)
     fleet.settle()
     uid = fleet.objects[ref]["metadata"]["uid"]
-    assert ordered(fleet, "n1") == [
+    assert ordered(fleet, "n0") == [
         {
             "name": "m",
             "uid": uid,
@@ -48,6 +47,7 @@ def test_every_node_of_the_pool_is_ordered_and_the_cache_is_staged_once_all_have
             "tier": "nvme",
             "source": {"url": "s3://m/llama", "secretRef": {"name": "s"}},
             "revision": "v1",
+            "peers": [],
             "weight": 7,
             "idleSeconds": 0,
         }
@@ -248,6 +248,24 @@ def test_a_declared_digest_goes_with_the_first_order() -> None:
     assert status(fleet, ref)["digest"] == OTHER_DIGEST
 
 
+def test_agents_ask_their_parents_in_a_tree_that_those_with_the_weights_are_the_top_of() -> None:
+    fleet = running(6)
+    declare(fleet, digest=DIGEST)
+    fleet.settle()
+    asked = {node: tuple(ordered(fleet, node)[0].get("peers", ())) for node in sorted(chosen(fleet))}
+    assert asked == {
+        "n0": (), "n1": ("n0",), "n2": ("n0",), "n3": ("n1", "n0"), "n4": ("n1", "n0"), "n5": ("n2", "n0"),
+    }  # fmt: skip
+
+    for node in ("n4", "n5"):
+        answer(fleet, node)
+    fleet.settle()
+    assert ordered(fleet, "n0")[0].get("peers", []) == [], "orders are not written for this alone"
+    put_node(fleet, 6)
+    fleet.settle()
+    assert ordered(fleet, "n6")[0]["peers"] == ["n0", "n4"], "the order is n4, n5, n0, n1, n2, n3, n6"
+
+
 def test_an_answer_to_an_earlier_generation_counts_for_nothing_but_the_label() -> None:
     fleet = running(1)
     ref = declare(fleet)
@@ -323,9 +341,10 @@ def test_what_is_late_is_stated_and_goes_on() -> None:
     assert status(fleet, ref)["failures"] == [{"reason": "NoSpace", "nodes": 1, "node": "n0", "message": "needs 2Ti"}]
     assert len(chosen(fleet)) == 3
 
-    answer(fleet, "n1", state="Failed", reason="NoSpace", message="needs 1Ti")
+    answer(fleet, "n1", state="Staging", reason="WaitingForRoom")
     fleet.settle()
     assert condition(fleet.objects[ref], "Progressing") == ("False", "Waiting")
+    assert [f["reason"] for f in status(fleet, ref)["failures"]] == ["NoSpace", "WaitingForRoom"]
     for node in ("n0", "n1"):
         answer(fleet, node)
     fleet.settle()
@@ -456,7 +475,7 @@ class Keeping(RuleBasedStateMachine):
     @invariant()
     def what_is_kept_is_what_is_there(self) -> None:
         kept, view = self.fleet.seen(), Fleet.view(self.fleet)
-        whole: Seen = (view, facts_of(view))
+        whole = view, facts_of(view)
         now = self.fleet.now
         assert plan_orders(*kept, SETTING, now) == plan_orders(*whole, SETTING, now)
         assert plan_statuses(*kept, SETTING, now) == plan_statuses(*whole, SETTING, now)
