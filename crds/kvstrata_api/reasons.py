@@ -426,7 +426,45 @@ _OPERATION: Final = (
            "kubectl get kvoperation NAME -o yaml; apply it again with a longer spec.timeoutSeconds"),
 )  # fmt: skip
 
-REASONS: Final = (*_POOL, *_NODE, *_TENANT, *_DOMAIN, *_SHARE, *_OPERATION)
+_WEIGHTS_FAILURES: Final = "kubectl get kvmodelcache NAME -o yaml: status.failures names nodes and causes"
+
+_MODEL_CACHE: Final = (
+    Reason("KVModelCache", ("Accepted",), "True", "Accepted", _GOOD, "The pool and its tier are there."),
+    Reason("KVModelCache", ("Accepted",), "False", "Invalid", _BROKEN, "The spec contradicts itself or a limit.", _EDIT),
+    Reason("KVModelCache", ("Accepted",), "False", "PoolNotFound", _BROKEN,
+           "spec.poolRef names a KVPool that is not there, or not accepted.",
+           "kubectl get kvpools, and correct spec.poolRef"),
+    Reason("KVModelCache", ("Accepted",), "False", "PoolDeleting", _BROKEN, "The pool is being deleted.",
+           "kubectl delete kvmodelcache NAME, or another spec.poolRef"),
+    Reason("KVModelCache", ("Accepted",), "False", "TierNotFound", _BROKEN,
+           "The pool has no tier of that name, or none that can hold weights.",
+           "kubectl edit kvmodelcache NAME: spec.tier, or a tier of type NVMe for the pool"),
+    Reason("KVModelCache", ("Accepted",), "False", "TierUnsuitable", _BROKEN,
+           "The tier is of a type that cannot hold weights.",
+           "kubectl edit kvmodelcache NAME: another spec.tier"),
+    Reason("KVModelCache", ("Staged", "Progressing"), "False", "NotAccepted", _ECHO, "See Accepted.", _EDIT),
+    Reason("KVModelCache", ("Staged", "Progressing"), "False", "NoNodes", _WARNING,
+           "spec.nodes means none of the pool's nodes, or the pool has none.",
+           "kubectl get kvpoolnodes, and correct spec.nodes"),
+    Reason("KVModelCache", ("Staged",), "True", "Staged", _GOOD, "Every node that is meant has all files."),
+    Reason("KVModelCache", ("Staged",), "False", "Staging", _PASSING,
+           "Copies are missing, and their time is not over; the message counts them."),
+    Reason("KVModelCache", ("Staged",), "False", "DeadlineExceeded", _BROKEN,
+           "Copies are missing for longer than spec.deadlineSeconds; agents go on.",
+           "docs/runbooks/KvstrataModelNotStaged.md"),
+    Reason("KVModelCache", ("Staged",), "False", "Evicted", _WARNING,
+           "Nodes have removed files that no engine used for spec.idleSeconds, to make room for KV.",
+           "a larger tier (capacityPerNode), a longer spec.idleSeconds, or fewer copies"),
+    Reason("KVModelCache", ("Progressing",), "True", "Staging", _GOOD, "Agents copy files."),
+    Reason("KVModelCache", ("Progressing",), "False", "Complete", _GOOD, "See Staged."),
+    Reason("KVModelCache", ("Progressing",), "False", "PoolPaused", _WARNING,
+           "The pool is paused: no new orders reach its nodes.",
+           "kubectl patch kvpool POOL --type=merge -p '{\"spec\":{\"paused\":false}}'"),
+    Reason("KVModelCache", ("Progressing",), "False", "Waiting", _WARNING,
+           "No agent is at work: each has refused, is away, or made room for KV.", _WEIGHTS_FAILURES),
+)  # fmt: skip
+
+REASONS: Final = (*_POOL, *_NODE, *_TENANT, *_DOMAIN, *_SHARE, *_OPERATION, *_MODEL_CACHE)
 """By kind, then by type of condition."""
 
 TRUE_IS_BAD: Final = frozenset({"Degraded", "OverQuota", "Expired"})

@@ -18,7 +18,7 @@ from typing import Final
 from kvstrata_api import names
 from kvstrata_api.models.model_cache import KVModelCache
 from kvstrata_api.models.pool import KVPool
-from kvstrata_api.models.poolnode import MODELS_MAX
+from kvstrata_api.models.poolnode import MODELS_MAX, ModelOrder
 from kvstrata_operator.decide.models.model_caches import CacheFacts, asks, in_order
 from kvstrata_operator.decide.pools.placement import Picked, Placement, Rules, rules_of, scales_of
 from kvstrata_operator.decide.pools.pool_facts import (
@@ -201,6 +201,10 @@ class FleetFacts:
     def seen_of(self, pool: str) -> Mapping[str, PoolNodeSeen]:
         """KVPoolNodes of a pool by node name."""
         return self.pools[pool].seen if pool in self.pools else {}
+
+    def model_peers(self, order: ModelOrder, node: str) -> tuple[str, ...]:
+        """Nodes that the agent of a node asks for the weights of an order."""
+        return self.models[order.name].peers_of(node)
 
     def _begin(self) -> None:
         """Forget all verdicts, and have every node judged."""

@@ -4,7 +4,7 @@
 asked at any time and as often as one likes; asked again after their actions were carried out, they ask for nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from kvstrata_api import names
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
+from kvstrata_api.models.poolnode import ModelOrder
 from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.shares import is_open, share_end
 from kvstrata_api.trust import ScopeKind
@@ -54,7 +55,7 @@ def plan_orders(view: View, fleet: FleetFacts, setting: Setting, now: datetime) 
     wanted = operations.wants(pools.operations.values(), operations.arounds(pools, trust.tenants, fleet.seen_of, now))
     actions: list[Action] = list(lifecycle.mark_silent(pools.pool_nodes, pools.silent))
     for name, pool in sorted(pools.declared.items()):
-        its = _Its(pool, fleet.pools.get(name, Members()), wanted.get(name, {}))
+        its = _Its(pool, fleet.pools.get(name, Members()), wanted.get(name, {}), fleet.model_peers)
         actions += _plan_pool(view, its, setting, now)
     actions += _plan_labels(fleet)
     actions += redis.plan_redis(view, fleet, setting)
@@ -80,11 +81,12 @@ def _expired(seen: Iterable[Operation], now: datetime) -> Iterable[Action]:
 
 @dataclass(frozen=True, slots=True)
 class _Its:
-    """A pool, its nodes, and what KVOperations want of nodes by their name."""
+    """A pool, its nodes, what KVOperations want of nodes by their name, and whom agents ask for weights."""
 
     pool: Declared[KVPool]
     members: Members
     wanted: Mapping[str, Wants]
+    peers: Callable[[ModelOrder, str], tuple[str, ...]]
 
 
 def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[Action, ...]:
@@ -103,7 +105,7 @@ def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[
     if held:
         return held
     agents = agents_of(view, pool, members, setting, now)
-    stands = Stands(placement, members.seen, members.difference, members.models)
+    stands = Stands(placement, members.seen, members.difference, members.models, its.peers)
     return (
         *reconcile(pool, stands, reachable, now, Stays(its.wanted, agents.rollout.holds)),
         *plan_agents(view, pool, agents, members, setting, now),

@@ -416,7 +416,13 @@ def _spec_tiers(raw: bytes) -> tuple[str, int]:
 @lru_cache(maxsize=256)  # Nodes of a pool mostly have the same weights.
 def _spec_models(raw: bytes) -> Mapping[str, str]:
     """Digests of a KVPoolNode's orders for weights, by uid of the KVModelCache."""
-    return MappingProxyType({order["uid"]: digest(order) for order in msgspec.json.decode(raw) if "uid" in order})
+    found = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    return MappingProxyType({order["uid"]: model_digest(order) for order in found if "uid" in order})
+
+
+def model_digest(order: Mapping[str, Any]) -> str:
+    """Name an order for weights by all but its peers: those change with every node that has got them."""
+    return digest({key: value for key, value in order.items() if key != "peers"})
 
 
 def takes_node_memory(type_: str, cxl_mode: str) -> bool:

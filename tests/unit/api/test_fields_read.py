@@ -169,6 +169,23 @@ READ: Final[dict[str, dict[str, str]]] = {
     "operator/kvstrata_operator/decide/directory/redis.py": {
         "RedisSpec.mode": "pool.spec.metadata.redis.mode",
     },
+    "operator/kvstrata_operator/decide/models/model_caches.py": {
+        "KVModelCacheSpec.pool_ref": "self.cache.model.spec.pool_ref",
+        "KVModelCacheSpec.tier": "spec.tier",
+        "KVModelCacheSpec.revision": "spec.revision",
+        "KVModelCacheSpec.digest": "cache.model.spec.digest",
+        "KVModelCacheSpec.copies": "model.spec.copies",
+        "KVModelCacheSpec.deadline_seconds": "cache.model.spec.deadline_seconds",
+        "KVModelCacheSpec.weight": "spec.weight",
+        "KVModelCacheSpec.idle_seconds": "spec.idle_seconds",
+        "ModelOrder.uid": "order.uid",
+        "ModelOrder.revision": "order.revision",
+        "ModelOrder.digest": "order.digest",
+        "ModelOrder.generation": "order.generation",
+    },
+    "operator/kvstrata_operator/decide/models/model_status.py": {
+        "ModelOrder.tier": "facts.want.order.tier",
+    },
     "operator/kvstrata_operator/decide/operations/operations.py": {
         "OperationNodes.names": "chosen.names",
         "OperationNodes.match_labels": "chosen.match_labels",

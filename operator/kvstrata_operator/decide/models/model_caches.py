@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from kvstrata_api.models.model_cache import MODEL_TIERS, KVModelCache, KVModelCacheSpec
 from kvstrata_api.models.operation import OperationNodes
 from kvstrata_api.models.pool import KVPool, KVPoolSpec
-from kvstrata_api.models.poolnode import MODELS_MAX, ModelOrder
+from kvstrata_api.models.poolnode import MODEL_PEERS_MAX, MODELS_MAX, ModelOrder
 from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.decide.pools.reconcile import ModelWant
 from kvstrata_operator.observe.kinds import parse_time
@@ -34,6 +34,10 @@ AT_WORK: Final = "InProgress"
 """Reason of a node that is not done and has nothing to complain of."""
 EVICTED: Final = "Evicted"
 """State of weights that a node has removed to make room for KV, and reason of that node."""
+
+
+_CHILDREN: Final = 2
+"""Nodes that one node sends weights to: with two, n nodes are log2(n) hops deep, and a link carries the files twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,10 @@ class CacheFacts:
         self._candidates: dict[str, _Candidate] = {}
         self._standings: dict[str, Standing] = {}
         self._is_settled = True
+        self._in_turn: list[str] | None = None
+        """Chosen nodes, those that have the weights first; None while that has to be put together anew."""
+        self._turns: dict[str, int] = {}
+        """Where each of them stands in it."""
         if self.fault is None and cache.model is not None and pool is not None and pool.model is not None:
             self.want = ModelWant.of(_order(cache, cache.model, pool.model))
 
@@ -185,6 +193,7 @@ class CacheFacts:
             standing = _standing(self.want.order, seen, is_alive=is_alive) if is_ordered else full
         before = self._standings.pop(name, None)
         self.open.pop(name, None)
+        self._in_turn = None
         for one, sign in ((before, -1), (standing, 1)):
             if one is not None:
                 self.in_use += sign * one.in_use
@@ -195,6 +204,24 @@ class CacheFacts:
             self._standings[name] = standing
             if standing.reason:
                 self.open[name] = standing
+
+    def peers_of(self, name: str) -> tuple[str, ...]:
+        """Nodes whose agents have the weights or get them before a node, in the order in which it asks.
+
+        All chosen nodes make a binary tree, those that have the weights first: a node asks its parent, then the parent
+        of that, up to the root. So each sends to two others, and of those without the weights one reads the source.
+        """
+        if self._in_turn is None:
+            self._in_turn = sorted(
+                self.chosen, key=lambda node: (node in self.open or node not in self._standings, node)
+            )
+            self._turns = {node: at for at, node in enumerate(self._in_turn)}
+        peers: list[str] = []
+        at = self._turns.get(name, 0)
+        while at > 0 and len(peers) < MODEL_PEERS_MAX:
+            at = (at - 1) // _CHILDREN
+            peers.append(self._in_turn[at])
+        return tuple(peers)
 
     def label_of(self, name: str, seen: PoolNodeSeen | None) -> str | None:
         """Revision that a Node's label has to state; None for no label.
@@ -306,8 +333,10 @@ def _lack(order: ModelOrder, report: ModelSeen) -> tuple[str, str]:
         return report.reason or "Failed", report.message
     if report.state == EVICTED:
         return EVICTED, report.message
-    is_done = report.state == "Staged" and order.digest in (None, report.digest)
-    return ("", "") if is_done else (AT_WORK, "")
+    if report.state == "Staged" and order.digest in (None, report.digest):
+        return "", ""
+    is_waiting = report.state == "Staging" and bool(report.reason)
+    return (report.reason, report.message) if is_waiting else (AT_WORK, "")
 
 
 def _count(counts: Counter[K], key: K, sign: int) -> None:

@@ -22,13 +22,13 @@ from kvstrata_operator.observe.kinds import (
     POOL_NODE,
     Ref,
     body_of,
-    digest,
     format_time,
     owner_reference,
     parse_time,
     pool_node_labels,
     pool_node_ref,
 )
+from kvstrata_operator.observe.parse import model_digest
 from kvstrata_operator.observe.records import Declared, DrainSeen, PoolNodeSeen
 
 NO_DRAIN: Final = DrainSeen()
@@ -63,15 +63,16 @@ _NOTHING: Final = Wants()
 
 @dataclass(frozen=True, slots=True)
 class ModelWant:
-    """Weights that nodes are to have: the same order for each of them."""
+    """Weights that nodes are to have."""
 
     order: ModelOrder
+    """The same for each of them, but for its peers."""
     digest: str
 
     @classmethod
     def of(cls, order: ModelOrder) -> "ModelWant":
         """Name an order by its content."""
-        return cls(order, digest(order.to_json()))
+        return cls(order, model_digest(order.to_json()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,14 @@ class Stands:
     difference: Difference
     models: Mapping[str, tuple[ModelWant, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """Weights that KVModelCaches want, by node name; nothing where a node is absent."""
+    peers: Callable[[ModelOrder, str], tuple[str, ...]] = field(default=lambda _order, _node: ())
+    """Nodes that the agent of a node asks for weights. Set with an order and not changed for themselves: where one is
+    gone, the agent reads the source."""
+
+    def model_orders(self, node: str) -> tuple[ModelOrder, ...]:
+        """Orders for weights of one node."""
+        orders = [want.order for want in self.models.get(node, ())]
+        return tuple(order.model_copy(update={"peers": self.peers(order, node)}) for order in orders)
 
     def is_ordered(self, seen: PoolNodeSeen, wanted: Wants) -> bool:
         """True when a KVPoolNode has the orders that it should have; what an operation wants never changes."""
@@ -233,7 +242,7 @@ def reconcile(
     return (
         *_with_event(pool, "WithdrawingNodes", retire(leaving, drain_order(pool), alive(leaving), now)),
         *_with_event(pool, "ChangingNodes", tuple(_change(pool, stands, seen[node], stays) for node in changed)),
-        *(_reorder(seen[node], stays.of(node), stands.models.get(node, ())) for node in reordered),
+        *(_reorder(seen[node], stays.of(node), stands) for node in reordered),
         *_with_event(pool, "CreatingNodes", _creates(pool, placement, sorted(difference.absent))),
     )
 
@@ -300,7 +309,7 @@ def _body(
     node: str,
     drain: DrainSeen,
     orders: Iterable[NodeOrder] = (),
-    models: Iterable[ModelWant] = (),
+    models: Iterable[ModelOrder] = (),
 ) -> dict[str, Any]:
     """Return the whole KVPoolNode without status."""
     spec = KVPoolNodeSpec(
@@ -310,7 +319,7 @@ def _body(
         revision=placement.revision,
         drain=NodeDrain.model_validate({"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}),
         orders=tuple(orders),
-        models=tuple(want.order for want in models),
+        models=tuple(models),
     )
     labels = pool_node_labels(placement.pool, node)
     metadata = {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}
@@ -339,13 +348,13 @@ def _creates(pool: Declared[KVPool], placement: Placement, nodes: Sequence[str])
     )
 
 
-def _reorder(node: PoolNodeSeen, wants: Wants, models: Sequence[ModelWant]) -> Action:
+def _reorder(node: PoolNodeSeen, wants: Wants, stands: Stands) -> Action:
     """Set what KVOperations and KVModelCaches want of a node, where it is not so, and leave the rest as it is."""
     spec: dict[str, Any] = {}
     if not _is_ordered(node, wants):
         spec["orders"] = [order.to_json() for order in wants.orders]
-    if not has_models(node, models):
-        spec["models"] = [want.order.to_json() for want in models]
+    if not has_models(node, stands.models.get(node.node, ())):
+        spec["models"] = [order.to_json() for order in stands.model_orders(node.node)]
     return Merge(Ref(POOL_NODE, node.key), node.pool, body={"spec": spec})
 
 
@@ -353,8 +362,8 @@ def _change(pool: Declared[KVPool], stands: Stands, seen: PoolNodeSeen, stays: S
     ref, drain, placement = Ref(POOL_NODE, seen.key), _drain_of(seen, stays), stands.placement
     if seen.node in stays.holds.unchanged:
         return Merge(ref, placement.pool, body=_drain_body(drain))
-    models = stands.models.get(seen.node, ())
-    body = _body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders, models)
+    orders = stays.of(seen.node).orders
+    body = _body(pool.meta, placement, seen.node, drain, orders, stands.model_orders(seen.node))
     return Apply(ref, placement.pool, body=body)
 
 
