@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -136,23 +136,39 @@ class Models:
         for run in gone:
             del self._runs[run.order.name]
             self._node.counters.forget("kvstrata_model_staged_bytes", model=run.order.name)
-        evicted = {(r.uid, r.generation): r for r in stored if r.state == "Evicted"}
+        before = {r.name: r for r in stored}
         for name, order in orders.items():
             if name in self._runs:
-                self._runs[name].order = order
+                await self._follow_order(self._runs[name], order)
             else:
-                self._begin(order, evicted.get((order.uid, order.generation)))
+                self._begin(order, before.get(name))
         if gone or not self._runs:
             await self._drop_unwanted()
         await self._settle()
 
-    def _begin(self, order: ModelOrder, evicted: ModelReport | None) -> None:
+    async def _follow_order(self, run: _Run, order: ModelOrder) -> None:
+        """Go on under an order that differs in nothing that was begun; its digest may be known only now."""
+        before, run.order = run.order.digest, order
+        if order.digest == before or order.digest is None:
+            return
+        if run.staging is not None:
+            run.staging.wanted = replace(run.staging.wanted, digest=order.digest)
+        elif run.report.state == "Staged" and run.report.digest != order.digest and run.task is not None:
+            await cancel([run.task])
+            self._begin(order, None)
+
+    def _begin(self, order: ModelOrder, stored: ModelReport | None) -> None:
         fields = {"name": order.name, "uid": order.uid, "generation": order.generation, "revision": order.revision}
+        is_same = stored is not None and (stored.uid, stored.revision) == (order.uid, order.revision)
+        if stored is not None and is_same and stored.state == "Staged":  # Where it came from stays true.
+            fields |= {name: getattr(stored, name) for name in ("source_bytes", "peer_bytes", "shared_bytes")}
         self._node.counters.begin_model(order.name)
         run = self._runs[order.name] = _Run(order, ModelReport(state="Staging", **fields))
         folder = self._folders.get(order.tier)
-        if evicted is not None and (folder is None or run.key not in folder.revisions):
-            run.report = evicted
+        is_absent = folder is None or run.key not in folder.revisions
+        is_evicted = stored is not None and is_same and stored.state == "Evicted" and is_absent
+        if stored is not None and is_evicted and stored.generation == order.generation:
+            run.report = stored
             return
         run.task = asyncio.create_task(self._carry_out(run), name=f"model {order.name}")
 
@@ -447,8 +463,8 @@ def _reason(error: KvStrataError) -> Fault:
 
 
 def _is_other(order: ModelOrder, wanted: ModelOrder) -> bool:
-    """True when what is under way is not what is wanted now; who has it, and its weight, change nothing."""
-    free = {"peers": (), "weight": 1, "idle_seconds": 0}
+    """True when what is under way is not what is wanted now; peers, weight and digest begin nothing anew."""
+    free = {"peers": (), "weight": 1, "idle_seconds": 0, "digest": None}
     return order.model_copy(update=free) != wanted.model_copy(update=free)
 
 

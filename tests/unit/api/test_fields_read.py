@@ -88,11 +88,6 @@ READ: Final[dict[str, dict[str, str]]] = {
     },
     "agent/kvstrata_agent/weights/runner.py": {
         "ModelOrder.name": "order.name",
-        "ModelOrder.uid": "order.uid",
-        "ModelOrder.generation": "order.generation",
-        "ModelOrder.tier": "order.tier",
-        "ModelOrder.revision": "order.revision",
-        "ModelOrder.digest": "order.digest",
         "ModelOrder.peers": "run.order.peers",
         "ModelOrder.weight": "run.order.weight",
         "ModelOrder.idle_seconds": "run.order.idle_seconds",

@@ -122,7 +122,7 @@ def test_tensors_end_where_they_were_put(sizes: list[int], random: Any) -> None:
     assert ends == sums
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "gap": {"a": {"data_offsets": [0, 4]}, "b": {"data_offsets": [5, 10]}},
     "overlap": {"a": {"data_offsets": [0, 6]}, "b": {"data_offsets": [5, 10]}},
     "tensors of 9 B in 10 B": {"a": {"data_offsets": [0, 9]}},

@@ -37,8 +37,10 @@ capacities = st.integers(64 << 20, 200 * GIB)
 
 
 @given(capacities, residents, st.booleans())
-def test_what_is_open_or_was_used_lately_never_leaves_for_kv(  # noqa: FBT001
-    capacity_bytes: int, models: list[Resident], kv_wants_room: bool
+def test_what_is_open_or_was_used_lately_never_leaves_for_kv(
+    capacity_bytes: int,
+    models: list[Resident],
+    kv_wants_room: bool,  # noqa: FBT001
 ) -> None:
     leaves = plan_for_kv(capacity_bytes, models, kv_wants_room=kv_wants_room)
     assert all(m.idle_s is not None and m.idle_s >= m.idle_seconds for m in leaves)
