@@ -284,11 +284,11 @@ FLEET_DRILLS = {
         Drill(tenant_leaves_while_the_service_may_not_see_it, {"KvstrataEraseWaits": {}}),
         Drill(redis_has_no_memory_left, {"KvstrataRedisNearlyFull": {}}),
         Drill(operator_loses_its_role, {"KvstrataRequestsRefused": {"verb": "GET"}}),
-        Drill(weights_have_no_source, {"KvstrataModelNotStaged": {"model": "weights"}}),
         Drill(redis_answers_slowly, {"KvstrataLookupsSlow": FIRST}),
         Drill(engine_shows_a_wrong_token, {"KvstrataAttachRefused": FIRST}),
         Drill(engine_asks_for_blocks_of_another_tenant, {"KvstrataScopesRefused": FIRST}),
     ],
+    "weights": [Drill(weights_have_no_source, {"KvstrataModelNotStaged": {"model": "weights"}})],
     "operator": [
         Drill(
             operator_is_killed_and_an_agent_starts, {"KvstrataOperatorAbsent": {}, "KvstrataCertificateEnding": FIRST}
