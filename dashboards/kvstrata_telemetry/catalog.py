@@ -482,6 +482,14 @@ OPERATOR: Final = (
         "kvstrata_operations", Kind.GAUGE, "KVOperations by type and state; written by the leader.", ("type", "state"),
     ),
     Metric(
+        "kvstrata_model_cache_nodes", Kind.GAUGE,
+        "Nodes of a KVModelCache, by state (wanted, staged, in_use); written by the leader.", ("model", "state"),
+    ),
+    Metric(
+        "kvstrata_model_cache_late", Kind.GAUGE,
+        "1 while copies of a KVModelCache are missing for longer than its deadline; written by the leader.", ("model",),
+    ),
+    Metric(
         "kvstrata_pool_tier_target_bytes", Kind.GAUGE,
         "Bytes that a tier which scales by itself is to have on each node; written by the leader.", ("pool", "tier"),
     ),
