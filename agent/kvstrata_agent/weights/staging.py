@@ -53,6 +53,8 @@ RUNS_AHEAD: Final = 3
 """Runs of one file that are on their way while one is written: with the files at once, 128 MiB of memory."""
 FILES_AT_ONCE: Final = 2
 """SHA-256 goes over a file from its start: several files keep several cores busy."""
+FILES_OPEN_MAX: Final = 8
+"""Those, and files that are synced or about to begin: the disk works on while others are filled."""
 PATIENCE_S: Final = 15.0
 """Without a byte more from other agents for so long, the source is read."""
 POLL_INTERVAL_S: Final = 0.25
@@ -143,6 +145,7 @@ class Staging:
     _noting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _unnoted_bytes: int = 0
     _gate: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, FILES_AT_ONCE))
+    _opened: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, FILES_OPEN_MAX))
 
     async def run(self) -> Listing:
         """Bring everything that is missing; the revision has its name when this returns.
@@ -289,10 +292,10 @@ class Staging:
         """Bring files, some at a time; the first failure ends the others."""
 
         async def one(call: Callable[[], Awaitable[ModelFile]]) -> ModelFile:
-            async with self._gate:
+            async with self._opened:
                 return await call()
 
-        tasks = [asyncio.ensure_future(one(call)) for call in calls]
+        tasks = [asyncio.create_task(one(call)) for call in calls]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -312,7 +315,8 @@ class Staging:
             return file
         fd, is_begun = await in_thread(None, partial(_open, path, file.size_bytes))
         try:
-            made = await self._fill(file, number, fd, is_kept_possible=is_begun and bool(file.sha256))
+            async with self._gate:
+                made = await self._fill(file, number, fd, is_kept_possible=is_begun and bool(file.sha256))
             await in_thread(None, partial(seal, fd))
         except BlockCorruptError:
             path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import pytest
 
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.weights import staging as module
+from kvstrata_agent.weights.__main__ import main as command
 from kvstrata_agent.weights.folder import ModelFolder
 from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode
 from kvstrata_agent.weights.source import FolderSource, SourceFile
@@ -324,3 +325,18 @@ async def test_marks_of_a_source_tell_a_file_that_was_replaced(tmp_path: Path) -
     assert [f.path for f in after] == ["a.bin"]
     assert isinstance(after[0], SourceFile)
     assert after != before
+
+
+async def test_the_command_lists_a_folder_as_a_staging_does(
+    folder: ModelFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path / "source", FILES)
+    listing = await staging(folder, Counted(root)).run()
+
+    assert command([str(root)]) == 0
+
+    assert capsys.readouterr().out == f"{listing.digest}\n"
+    assert decode((root / LISTING_FILE).read_bytes()) == listing
+    (root / "bad.safetensors").write_bytes(b"short")
+    assert command([str(root)]) == 1
+    assert "bad.safetensors" in capsys.readouterr().err
