@@ -147,6 +147,15 @@ def test_copies_go_to_those_that_have_them_and_then_to_zones_in_turn() -> None:
     assert chosen(fleet) == {"n3"}
 
 
+def test_two_copies_are_in_two_zones_where_there_are_two() -> None:
+    fleet = running(5)
+    for number in range(5):
+        fleet.node(f"n{number}", pool="yes", **{"topology.kubernetes.io/zone": "far" if number == 3 else "near"})
+    declare(fleet, copies=2)
+    fleet.settle()
+    assert chosen(fleet) == {"n0", "n3"}
+
+
 def test_a_node_keeps_its_copy_while_its_agent_is_silent_or_drains_and_loses_it_with_the_node() -> None:
     fleet = running(3)
     declare(fleet, copies=1)
