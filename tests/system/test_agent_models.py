@@ -139,8 +139,11 @@ def test_what_cannot_be_staged_says_why(agent: Agent, tmp_path: Path) -> None:
     order(agent, source, digest="sha256:" + "0" * 64)
     until(lambda: report(agent).get("reason") == "DigestMismatch")
     assert agent.condition("ModelsStaged")["reason"] == "DigestMismatch"
-    order(agent, tmp_path / "nowhere", generation=2)
-    until(lambda: report(agent).get("reason") == "SourceAway")
+    for generation, closed in enumerate((tmp_path / "nvme", tmp_path / "state", Path("/var/run/secrets")), 10):
+        order(agent, closed, generation=generation)
+        until(lambda: "is no source of weights" in report(agent).get("message", ""))
+        order(agent, tmp_path / "nowhere", generation=generation + 10)
+        until(lambda: report(agent).get("reason") == "SourceAway")
     large = tmp_path / "large"
     large.mkdir()
     with (large / "model.bin").open("wb") as file:

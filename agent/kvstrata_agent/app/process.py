@@ -145,7 +145,9 @@ class AgentProcess:
         provisioner = Provisioner(node, make, self._facts.memory_bytes)
         peers: object = network.peers
         scheduler, weight_peers = core.cache.mover.scheduler, peers if isinstance(peers, WeightPeers) else None
-        core.models = models = Models(node, scheduler, provisioner, world.read_secret, weight_peers)
+        core.models = models = Models(
+            node, scheduler, provisioner, world.read_secret, weight_peers, closed=self._config.own_folders
+        )
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))

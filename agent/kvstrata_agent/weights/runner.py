@@ -22,6 +22,7 @@ from kvstrata_agent.weights.folder import ModelFolder, read_at
 from kvstrata_agent.weights.plan import Cause, Fault, Resident, plan_for_kv, plan_room
 from kvstrata_agent.weights.source import open_source
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
+from kvstrata_api.directories import directories_of
 from kvstrata_api.errors import (
     AgentAwayError,
     BackendFailedError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.movement.scheduler import MoveScheduler
     from kvstrata_agent.provision.provisioner import Provisioner
     from kvstrata_agent.weights.folder import Revision
+    from kvstrata_agent.weights.source import Source
     from kvstrata_agent.weights.staging import WeightPeers
     from kvstrata_api.models.poolnode import ModelOrder
 
@@ -103,8 +105,11 @@ class Models:
         provisioner: Provisioner,
         read_secret: ReadSecret | None = None,
         peers: WeightPeers | None = None,
+        *,
+        closed: Sequence[Path] = (),
     ) -> None:
-        """Nothing is read before `follow`."""
+        """Nothing is read before `follow`. Folders `closed`, and those of tiers, are no source of weights."""
+        self._closed = tuple(closed)
         self._node = node
         self._scheduler = scheduler
         self._provisioner = provisioner
@@ -175,18 +180,16 @@ class Models:
     async def _open_folders(self, wanted: set[str]) -> None:
         """Take up the folders of tiers that are up, and let go of those of tiers that are not."""
         tiers = {t.name: t for t in self._node.tiers if t.spec.type is TierType.NVME}
-        for name in self._folders.keys() - tiers.keys():
+        roots = {name: Path(t.spec.nvme.directories[0]) for name, t in tiers.items() if t.spec.nvme is not None}
+        for name in [n for n, folder in self._folders.items() if roots.get(n) != folder.root.parent]:
             runs = [run for run in self._runs.values() if run.order.tier == name]
             await cancel([run.task for run in runs if run.task is not None])
             for run in runs:
                 del self._runs[run.order.name]
             self._folders.pop(name).close()
-        for name in tiers.keys() - self._folders.keys():
-            nvme = tiers[name].spec.nvme
-            assert nvme is not None, "of a tier the block of its type is set"
-            root = Path(nvme.directories[0])
+        for name in roots.keys() - self._folders.keys():
             try:
-                folder = await in_thread(None, partial(_opened, root, is_wanted=name in wanted))
+                folder = await in_thread(None, partial(_opened, roots[name], is_wanted=name in wanted))
             except (OSError, InvalidInputError) as e:
                 self._errors[name] = str(e)
                 continue
@@ -261,7 +264,7 @@ class Models:
             run.staging = staging = Staging(
                 wanted,
                 folder,
-                partial(open_source, order.source, self._read_secret),
+                partial(self._open_source, run),
                 partial(self._turn, run),
                 partial(self._reserve, run),
                 lambda: run.order.peers,
@@ -274,6 +277,10 @@ class Models:
         run.report = _whole(_progress(run), held)
         run.reserved_bytes = 0
         await self._settle()
+
+    async def _open_source(self, run: _Run) -> Source:
+        tiers = [Path(d.path) for tier in self._node.tiers for d in directories_of(tier.spec)]
+        return await open_source(run.order.source, self._read_secret, (*self._closed, *tiers))
 
     def _folder(self, name: str) -> ModelFolder:
         """The folder of a tier. Raises `_RefusedError` where there is none."""

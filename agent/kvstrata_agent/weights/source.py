@@ -15,11 +15,18 @@ from kvstrata_agent.weights.listing import LISTING_FILE, check_paths
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstrata_agent.backends.object.client import ObjectClient
     from kvstrata_agent.backends.registry import ReadSecret
     from kvstrata_api.models.model_cache import ModelSource
 
 FILE_SCHEME: Final = "file"
+CLOSED: Final = (Path("/proc"), Path("/sys"), Path("/dev"), Path("/run"), Path("/var/run"), Path("/etc"))
+"""Where a pod has its tokens and Secrets, or its kernel: no file there is anybody's weights.
+
+What is staged is readable to every engine of the node, so a source must not be a way to what only the agent may read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,8 @@ class Source(Protocol):
         """Release what was opened. Idempotent."""
 
 
-async def open_source(source: ModelSource, read_secret: ReadSecret | None) -> Source:
-    """Open what an order names.
+async def open_source(source: ModelSource, read_secret: ReadSecret | None, closed: Sequence[Path] = ()) -> Source:
+    """Open what an order names; folders `closed`, and those that are so for everybody, are no source.
 
     Raises `InvalidInputError`, `UnsupportedError` (no object client, no Secrets here) and `BackendFailedError`.
     """
@@ -54,20 +61,22 @@ async def open_source(source: ModelSource, read_secret: ReadSecret | None) -> So
     if where.scheme == FILE_SCHEME:
         if where.netloc:
             raise InvalidInputError(f"source.url {source.url}: host {where.netloc!r}, file:///PATH wanted")
-        return FolderSource(Path(unquote(where.path)))
+        return FolderSource(Path(unquote(where.path)), (*CLOSED, *closed))
     return ObjectSource(await open_client(source.url, source.secret_ref, "source.secretRef", read_secret))
 
 
 class FolderSource:
     """Files of a folder; links to files are followed, as caches of models have them, links to folders are not."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, closed: Sequence[Path] = ()) -> None:
+        """Read `root`, but nothing below the folders `closed`, whatever links lead there."""
         self._root = root
+        self._closed = tuple(Path(os.path.realpath(path)) for path in closed)
 
     async def files(self) -> list[SourceFile]:
         """See `Source`."""
         try:
-            found = await in_thread(None, partial(_walk, self._root))
+            found = await in_thread(None, partial(_walk, self._root, self._closed))
         except OSError as e:
             raise BackendFailedError(f"source {e.filename or self._root}: {e.strerror}") from e
         return _checked(found)
@@ -75,7 +84,7 @@ class FolderSource:
     async def read(self, path: str, start: int, end: int) -> memoryview:
         """See `Source`."""
         try:
-            return await in_thread(None, partial(_read, self._root / path, start, end))
+            return await in_thread(None, partial(_read, self._root / path, self._closed, start, end))
         except OSError as e:
             raise BackendFailedError(f"source {self._root / path}: {e.strerror or e}") from e
 
@@ -83,23 +92,33 @@ class FolderSource:
         """See `Source`."""
 
 
-def _walk(root: Path) -> list[SourceFile]:
+def _check_open(path: Path, closed: Sequence[Path]) -> None:
+    """Raise `InvalidInputError` for a path without links that is in a closed folder, or has one in it."""
+    for folder in closed:
+        if path == folder or folder in path.parents or path in folder.parents:
+            raise InvalidInputError(f"source {path}: {folder} is no source of weights")
+
+
+def _walk(root: Path, closed: Sequence[Path]) -> list[SourceFile]:
+    _check_open(Path(os.path.realpath(root)), closed)
     if not root.is_dir():
         raise NotADirectoryError(0, "no such folder on this node", str(root))
     found = []
     for folder, _, names in os.walk(root):
         for name in names:
             path = Path(folder, name)
+            _check_open(Path(os.path.realpath(path)), closed)
             status = path.stat()
             mark = f"{status.st_ino}-{status.st_mtime_ns}"
             found.append(SourceFile(path.relative_to(root).as_posix(), status.st_size, mark))
     return found
 
 
-def _read(path: Path, start: int, end: int) -> memoryview:
+def _read(path: Path, closed: Sequence[Path], start: int, end: int) -> memoryview:
     piece = memoryview(bytearray(end - start))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        _check_open(Path(f"/proc/self/fd/{fd}").readlink(), closed)  # A link may have changed since it was listed.
         done = 0
         while done < len(piece):
             count = os.preadv(fd, [piece[done:]], start + done)

@@ -103,6 +103,12 @@ def test_room_for_a_model_is_there_or_nobody_left_for_it(
             assert spared_bytes + need_bytes > models_bytes_max(capacity_bytes)
 
 
+def test_kv_keeps_a_part_of_every_tier() -> None:
+    assert models_bytes_max(16 * GIB) == 15 * GIB
+    assert models_bytes_max(16 << 20) == 12 << 20
+    assert models_bytes_max(1 << 20) == 0
+
+
 sizes = st.lists(st.integers(1, PIECE_BYTES_MAX), max_size=30)
 
 

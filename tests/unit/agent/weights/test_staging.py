@@ -316,6 +316,23 @@ async def test_a_revision_that_is_open_or_mapped_stays(folder: ModelFolder, tmp_
     assert list(folder.root.iterdir()) == []
 
 
+async def test_what_only_the_agent_may_read_is_no_source(tmp_path: Path) -> None:
+    """Neither by its path, nor by a folder above it, nor by a link; also one that was changed after the listing."""
+    write(tmp_path, {"keys/secret": b"k", "source/a.bin": A})
+    closed = (tmp_path / "keys",)
+    for root in (tmp_path / "keys", tmp_path, tmp_path / "source" / ".." / "keys"):
+        with pytest.raises(InvalidInputError, match="is no source of weights"):
+            await FolderSource(root, closed).files()
+    source = FolderSource(tmp_path / "source", closed)
+    assert [f.path for f in await source.files()] == ["a.bin"]
+    (tmp_path / "source" / "a.bin").unlink()
+    (tmp_path / "source" / "a.bin").symlink_to(tmp_path / "keys" / "secret")
+    with pytest.raises(InvalidInputError, match="is no source of weights"):
+        await source.read("a.bin", 0, 1)
+    with pytest.raises(InvalidInputError, match="is no source of weights"):
+        await source.files()
+
+
 async def test_marks_of_a_source_tell_a_file_that_was_replaced(tmp_path: Path) -> None:
     root = write(tmp_path / "source", {"a.bin": A})
     before = await FolderSource(root).files()
