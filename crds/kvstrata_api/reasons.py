@@ -399,7 +399,8 @@ _WEIGHTS_FAILURES: Final = "kubectl get kvmodelcache NAME -o yaml: status.failur
 
 _MODEL_CACHE: Final = (
     Reason("KVModelCache", ("Accepted",), "True", "Accepted", _GOOD, "The pool and its tier are there."),
-    Reason("KVModelCache", ("Accepted",), "False", "Invalid", _BROKEN, "The spec contradicts itself or a limit.", _EDIT),
+    Reason("KVModelCache", ("Accepted",), "False", "Invalid", _BROKEN,
+           "The spec contradicts itself or a limit; nobody stages anything for it.", _EDIT),
     Reason("KVModelCache", ("Accepted",), "False", "PoolNotFound", _BROKEN,
            "spec.poolRef names a KVPool that is not there, or not accepted.",
            "kubectl get kvpools, and correct spec.poolRef"),

@@ -170,7 +170,6 @@ class Gauges:
         for type_, state in self._operations:
             self._made.gauge("kvstrata_operations", type=type_, state=state).set(counts[type_, state])
 
-
     def model_caches(self, seen: Mapping[str, Declared[KVModelCache]]) -> None:
         """Show weights as their statuses are; those that are gone disappear."""
         for name, cache in seen.items():
