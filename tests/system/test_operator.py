@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,10 @@ class TestOneReplica:
         cluster.node("b")
         cluster.sees(lambda: cluster.kv("kvpools", pool)["status"]["nodesReady"] == "2/2")
 
+    @staticmethod
+    def _has_label(cluster: Cluster, node: str, label: str) -> bool:
+        return cluster.labels(node).get(label) == "v1"
+
     def test_weights_are_ordered_counted_and_stated_by_labels_until_their_cache_goes(self, cluster: Cluster) -> None:
         first, second = cluster.node("a"), cluster.node("b")
         disk = tier("nvme", "NVMe", "10Gi", nvme={"path": f"/var/lib/kvstrata/{cluster.mark}"})
@@ -241,7 +246,7 @@ class TestOneReplica:
             report |= {"state": "Staged", "sizeBytes": 7, "stagedBytes": 7, "inUse": node == first}
             path = f"{KVSTRATA}/kvpoolnodes/{found['metadata']['name']}/status"
             cluster.plane.api.patch(path, {"status": {"models": [report]}})
-            cluster.sees(lambda at=node: cluster.labels(at).get(label) == "v1")
+            cluster.sees(partial(self._has_label, cluster, node, label))
         cluster.plane.kubectl("wait", "--for=condition=Staged", f"kvmc/{cache}", "--timeout=90s")
         stated = cluster.kv("kvmodelcaches", cache)["status"]
         assert (stated["summary"], stated["digest"], stated["nodesInUse"]) == ("2/2 nodes", digest, 1)

@@ -211,7 +211,13 @@ def test_one_of_them_is_told_node_by_node(shown: Any) -> None:
     for subject in shown.objects:
         if subject["kind"] == "KVPoolNode" and subject["spec"]["nodeName"] == "n1":
             sizes = {"sizeBytes": 4 * GIB, "stagedBytes": GIB, "peerBytes": GIB}
-            report = {"name": "llama", "uid": "uid-llama", "revision": "v2", "state": "Staging", "reason": "Retrying"}
+            report: Json = {
+                "name": "llama",
+                "uid": "uid-llama",
+                "revision": "v2",
+                "state": "Staging",
+                "reason": "Retrying",
+            }
             report |= sizes | {"path": "/d/kvstrata-models/llama/v2"}
             subject["status"]["models"] = [stranger, report]
     code, out = shown("models", "llama")
