@@ -30,6 +30,7 @@ PEERS: Final = {
     "lmcache-0.5.7rc2": "LMCache 0.5.7rc2, the newest that the L2 adapter works with",
     "mooncake": "Mooncake's store without CUDA, over TCP",
     "raw-block": "LMCache 0.5.6 once more, with the Rust module of its raw_block, which cargo builds",
+    "runai": "Run:ai's model streamer with its S3 client and LMCache's torch",
     "sglang-0.5.21": "SGLang that serves on a CPU, with what our client needs",
     "sglang-0.5.22": "SGLang that serves on a CPU, with what our client needs",
     "sglang-0.5.23": "SGLang that serves on a CPU, with what our client needs",

@@ -30,7 +30,15 @@ _CRDS: Final = generated.ROOT / "crds"
 _ALERTS: Final = generated.ROOT / "dashboards" / "alerts.yaml"
 _MEANS: Final = re.compile(r"\*\*Means\*\*: (.+?)\n\n", re.DOTALL)
 _DEFAULT: Final = re.compile(r"\s*Default: (.+?)\.?$")
-_KINDS: Final = ("KVPool", "KVTenant", "KVTrustDomain", "KVPrefixShare", "KVOperation", "KVPoolNode")
+_KINDS: Final = (
+    "KVPool",
+    "KVTenant",
+    "KVTrustDomain",
+    "KVPrefixShare",
+    "KVOperation",
+    "KVModelCache",
+    "KVPoolNode",
+)
 """In the order in which somebody meets them."""
 _FROM_ENVIRONMENT: Final = ("NODE_NAME", "POD_NAMESPACE", "KUBECONFIG", "XDG_STATE_HOME", "REDIS_URL")
 """What defaults of options come from: not from that of whoever runs this."""

@@ -26,9 +26,10 @@ PLUGIN: Final = "kubectl-kvstrata"
 SHELLS: Final = ("bash", "zsh", "tcsh")
 
 COMMANDS: Final = {
-    "status": ("status.status_options", "pools, tiers, tenants and operations of a cluster at a glance"),
+    "status": ("status.status_options", "pools, tiers, tenants, weights and operations of a cluster at a glance"),
     "top": ("top.options", "the same and more of a cluster, live"),
     "tenants": ("status.tenants_options", "tenants with what they use, may use and read"),
+    "models": ("status.models_options", "weights of models on nodes, how far they are, and where engines use them"),
     "stats": ("agent.stats_options", "tiers and counters of an agent"),
     "explain": ("agent.explain_options", "why a block or a session is where it is"),
     "session": (

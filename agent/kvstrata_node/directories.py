@@ -1,7 +1,10 @@
-"""Directories of the local file system: one process's own, and durable."""
+"""Directories and files of the local file system: one process's own, durable, and open nowhere else."""
 
 import fcntl
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvstrata_api.errors import InvalidInputError
@@ -50,3 +53,24 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextmanager
+def write_lease(file: int) -> Iterator[None]:
+    """Ask for a write lease; see `has_write_lease` for whether it is there. Whoever opens the file meanwhile waits."""
+    # What tells us that somebody waits is SIGIO otherwise, which ends a process that expects none.
+    fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:  # EAGAIN: it is open elsewhere. EACCES: another user's. EINVAL: no leases here.
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def has_write_lease(file: int) -> bool:
+    """Whether ours is the only open description of a leased file, and nobody is opening it at this moment."""
+    return fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_WRLCK

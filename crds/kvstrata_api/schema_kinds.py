@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstrata_api.models.base import ApiModel
+from kvstrata_api.models.model_cache import KVModelCache
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.rules import operation, pool, trust
+from kvstrata_api.rules import model_cache, operation, pool, trust
 from kvstrata_api.rules.rule import AnyRule
 
 
@@ -163,6 +164,23 @@ KINDS: Final = (
             Column("Progress", ".status.summary"),
             Column("State", ".status.state"),
             _condition("Message", "Progressing", "message", is_wide=True),
+            _AGE,
+        ),
+    ),
+    Kind(
+        "KVModelCache",
+        "kvmodelcaches",
+        "kvmc",
+        KVModelCache,
+        tuple(model_cache.MODEL_CACHE),
+        (
+            Column("Pool", ".spec.poolRef"),
+            Column("Revision", ".spec.revision"),
+            Column("Nodes", ".status.summary"),
+            _condition("Staged", "Staged"),
+            Column("In-Use", ".status.nodesInUse", "integer", is_wide=True),
+            Column("Size", ".status.sizeBytes", "integer", is_wide=True),
+            _condition("Message", "Staged", "message", is_wide=True),
             _AGE,
         ),
     ),

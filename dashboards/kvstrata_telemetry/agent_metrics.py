@@ -52,6 +52,10 @@ class Counters:
         """Show a tier's counters before their first events."""
         self._instruments.begin(**self._own, tier=tier)
 
+    def begin_model(self, model: str) -> None:
+        """Show a model's counters before their first events."""
+        self._instruments.begin(**self._own, model=model)
+
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
         child = self._children.get((name, *labels.values()))

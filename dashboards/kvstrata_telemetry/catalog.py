@@ -290,6 +290,20 @@ AGENT: Final = (
         ("pool", "node", "type", "result"),
     ),
     Metric(
+        "kvstrata_model_staged_bytes", Kind.GAUGE, "Bytes of a KVModelCache's weights that are on this node.",
+        ("pool", "node", "model"),
+    ),
+    Metric(
+        "kvstrata_model_source_bytes_total", Kind.COUNTER,
+        "Bytes of weights that were staged, by where they came from (source, peer, shared: another revision here).",
+        ("pool", "node", "model", "origin"), values={"origin": ("source", "peer", "shared")},
+    ),
+    Metric(
+        "kvstrata_model_evicted_total", Kind.COUNTER,
+        "Revisions of weights that were removed, by reason (RoomForKv, RoomForModel, Unwanted).",
+        ("pool", "node", "model", "reason"), values={"reason": ("RoomForKv", "RoomForModel", "Unwanted")},
+    ),
+    Metric(
         "kvstrata_corrupt_blocks_total", Kind.COUNTER, "Blocks whose checksum failed; each became a miss.",
         ("pool", "node", "tier"), values={},
     ),
@@ -477,6 +491,14 @@ OPERATOR: Final = (
     Metric("kvstrata_pool_nodes", Kind.GAUGE, "Nodes of a pool, by state; written by the leader.", ("pool", "state")),
     Metric(
         "kvstrata_operations", Kind.GAUGE, "KVOperations by type and state; written by the leader.", ("type", "state"),
+    ),
+    Metric(
+        "kvstrata_model_cache_nodes", Kind.GAUGE,
+        "Nodes of a KVModelCache, by state (wanted, staged, in_use); written by the leader.", ("model", "state"),
+    ),
+    Metric(
+        "kvstrata_model_cache_late", Kind.GAUGE,
+        "1 while copies of a KVModelCache are missing for longer than its deadline; written by the leader.", ("model",),
     ),
     Metric(
         "kvstrata_pool_tier_target_bytes", Kind.GAUGE,

@@ -204,6 +204,19 @@ EVENTS: Final = (
         "Lasting memory of a pool that is gone could not be removed. Remove the file by hand.",
     ),
     LogEvent(
+        "model failed", "error", ("agent",), ("model",),
+        "A defect of ours ended a staging; it is tried again. Please report the traceback.",
+        has_traceback=True,
+    ),
+    LogEvent(
+        "model not staged", "warning", ("agent",), ("model", "reason", "cause"),
+        "Weights of a KVModelCache could not be staged; status.models of the KVPoolNode has the same. Tried again.",
+    ),
+    LogEvent(
+        "model order cannot be read", "warning", ("agent",), ("cause",),
+        "A newer operator wants something of weights that this agent does not know, and does not say of which model.",
+    ),
+    LogEvent(
         "no certificate", "warning", ("agent", "metadata"), ("uri", "failures", "cause"),
         "The process has no certificate yet, or could not renew it. See the runbook KvstrataCertificateEnding.",
     ),
@@ -348,6 +361,10 @@ EVENTS: Final = (
     LogEvent(
         "watch broken", "warning", _CLUSTER, ("path", "failures", "cause"),
         "The API server ended a watch; everything is listed and watched again.",
+    ),
+    LogEvent(
+        "wrong bytes from peer", "warning", ("agent",), ("peer", "model"),
+        "Weights that another agent sent are not those of their digest; they were not taken, it is not asked again.",
     ),
 )  # fmt: skip
 """In alphabetical order."""

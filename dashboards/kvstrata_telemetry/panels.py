@@ -662,6 +662,22 @@ NODES: Final = Board(
             ),), CALM, 6,
         ),
     )),
+    Row("Which weights have they?", "operator", (
+        Panel(
+            "Weights by model", "Bytes of each KVModelCache that nodes have.", Form.STACK, Unit.BYTES,
+            (Query(f"sum by (node, model) (kvstrata_model_staged_bytes{{{NODE}}})", "{{node}} {{model}}"),), CALM, 8,
+        ),
+        Panel(
+            "Weights that came, by origin", "From the source, from other agents, or from another revision here.",
+            Form.STACK, Unit.BYTES_PER_SECOND,
+            (Query(rate("kvstrata_model_source_bytes_total", "model, origin"), "{{model}} {{origin}}"),), CALM, 8,
+        ),
+        Panel(
+            "Weights that left", "Revisions that were removed, by reason.", Form.LINES, Unit.PER_SECOND,
+            (Query(rate("kvstrata_model_evicted_total", "node, model, reason"), "{{node}} {{model}} {{reason}}"),),
+            CALM, 8,
+        ),
+    )),
 ))  # fmt: skip
 
 BOARDS: Final = (FLEET, TIERS, TENANTS, SESSIONS, POLICY, DIRECTORY, NODES, OPERATOR)

@@ -74,14 +74,22 @@ OPERATOR: Final = Board("operator", "KV Operator", "Does the operator keep up wi
             deeper="tiers",
         ),
     )),
-    Row("Do operations end?", "nodes", (
+    Row("Do operations end, and are weights there?", "nodes", (
         Panel(
             "Operations by state", "KVOperations, by what they do and how far they are.", Form.LINES, Unit.NONE,
-            (Query("max by (type, state) (kvstrata_operations)", "{{type}} {{state}}"),), CALM, 8,
+            (Query("max by (type, state) (kvstrata_operations)", "{{type}} {{state}}"),), CALM, 6,
         ),
         Panel(
             "Operations on nodes", "Parts of KVOperations that agents ended, by result.", Form.LINES, Unit.PER_SECOND,
-            (Query(rate("kvstrata_orders_total", "type, result", POOL), "{{type}} {{result}}"),), CALM, 8,
+            (Query(rate("kvstrata_orders_total", "type, result", POOL), "{{type}} {{result}}"),), CALM, 6,
+        ),
+        Panel(
+            "Weights by KVModelCache", "Nodes that are to have them, that have all files, where an engine has files "
+            "open; and 1 where copies are late.", Form.LINES, Unit.NONE,
+            (
+                Query("max by (model, state) (kvstrata_model_cache_nodes)", "{{model}} {{state}}"),
+                Query("max by (model) (kvstrata_model_cache_late)", "{{model}} late"),
+            ), CALM, 6,
         ),
         Panel(
             "Certificates: time left", "Until the first one of each kind ends; it is replaced after two thirds.",
@@ -90,7 +98,7 @@ OPERATOR: Final = Board("operator", "KV Operator", "Does the operator keep up wi
                 Query(f"min(kvstrata_certificate_expiry_timestamp_seconds{{{POOL}}}) - time()", "agents"),
                 Query("min(kvstrata_metadata_certificate_expiry_timestamp_seconds) - time()", "metadata service"),
                 Query("max(kvstrata_authority_expiry_timestamp_seconds) - time()", "authority"),
-            ), (Limit(None, "red"), Limit(4 * 3600, "green")), 8,
+            ), (Limit(None, "red"), Limit(4 * 3600, "green")), 6,
         ),
     )),
     Row("What does it do?", "directory", (

@@ -55,7 +55,9 @@ _PROCESSES: Final = ("operator", "agent", "metadata", "node", "redis", "engine")
 
 _READ: Final = ("get", "list", "watch")
 _WRITE: Final = ("create", "update", "patch", "delete", "deletecollection")
-_KINDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
+_KINDS: Final = (
+    "kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations", "kvmodelcaches",
+)  # fmt: skip
 ASKED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     *((f"{kind}.{names.GROUP}", (*_READ, *_WRITE, "administer", "share", "operate")) for kind in _KINDS),
     *((f"{kind}/status.{names.GROUP}", ("get", "update", "patch")) for kind in _KINDS),

@@ -23,6 +23,8 @@ REASONS: Final[dict[tuple[str, str, str], str]] = {
     ("operator", "kvprefixshares/status.kvstrata.io", "patch"): "shares; the demo has none",
     ("operator", "kvtenants.kvstrata.io", "patch"): "operations that erase a tenant",
     ("operator", "kvoperations/status.kvstrata.io", "patch"): "operations; the demo has none",
+    ("operator", "kvmodelcaches/status.kvstrata.io", "patch"): "weights; the demo has none",
+    ("operator", "nodes", "patch"): "labels of weights; the demo has none",
     ("operator", "kvoperations.kvstrata.io", "delete"): "operations that have been over for long enough",
     ("operator", "configmaps", "delete"): "the connection of a pool that is gone",
     ("operator", "configmaps", "patch"): "the connection of a pool that changed",

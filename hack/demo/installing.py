@@ -16,7 +16,9 @@ EXAMPLES: Final = ROOT / "examples"
 HOST_PATH: Final = "/var/lib/kvstrata"
 """Directory on the node in the examples' manifests."""
 
-CRDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
+CRDS: Final = (
+    "kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations", "kvmodelcaches",
+)  # fmt: skip
 _HELM_S: Final = 60.0
 _REMOVE_S: Final = 60.0
 

@@ -37,7 +37,7 @@ from support.agent.machine import BUCKET, EIGHTH, Machine, chain, devices_fail, 
 from support.agent.standalone import Json, Up, content, tokens
 from support.backends.s3_faults import faulty_s3
 from support.backends.s3_gateway import s3_gateway
-from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, dram, keys_of, make_tenant, nvme, until
+from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, custom, dram, keys_of, make_tenant, nvme, until
 from support.metadata import replicas
 from support.metadata.directory_fleet import DirectoryFleet
 from support.metadata.redis_cluster import RedisCluster
@@ -256,6 +256,15 @@ def engine_asks_for_blocks_of_another_tenant(fleet: Fleet) -> Iterator[None]:
 
 
 @contextmanager
+def weights_have_no_source(fleet: Fleet) -> Iterator[None]:
+    source = {"url": f"file://{fleet.folder}/absent"}
+    spec = {"poolRef": POOL, "source": source, "revision": "v1", "deadlineSeconds": 1}
+    fleet.plane.api.post(f"{GROUP}/kvmodelcaches", custom("KVModelCache", "weights", spec))
+    yield
+    fleet.plane.kubectl("delete", "kvmodelcache", "weights")
+
+
+@contextmanager
 def redis_answers_slowly(fleet: Fleet) -> Iterator[None]:
     """While engines ask for what is not on their node."""
     with ExitStack() as stack:
@@ -279,6 +288,7 @@ FLEET_DRILLS = {
         Drill(engine_shows_a_wrong_token, {"KvstrataAttachRefused": FIRST}),
         Drill(engine_asks_for_blocks_of_another_tenant, {"KvstrataScopesRefused": FIRST}),
     ],
+    "weights": [Drill(weights_have_no_source, {"KvstrataModelNotStaged": {"model": "weights"}})],
     "operator": [
         Drill(
             operator_is_killed_and_an_agent_starts, {"KvstrataOperatorAbsent": {}, "KvstrataCertificateEnding": FIRST}

@@ -62,6 +62,21 @@ def test_bench_encryption_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bench_weights_ends_with_the_agreed_line(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "bench.weights", "--tiny", "--directory", str(tmp_path))
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "weights"
+    assert {"first_pod_vs_source", "second_pod_vs_fio", "vs_object_pull", "vs_runai", "vs_safetensors"} <= (
+        said["ratios"].keys()
+    )
+    assert min(said["values"][f"first_pod_{source}_bytes_per_second"] for source in ("file", "s3")) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bench_codec_ends_with_the_agreed_line() -> None:
     command = (sys.executable, "-m", "bench.codec", "--tiny")
 

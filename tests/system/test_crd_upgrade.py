@@ -20,7 +20,9 @@ pytestmark = pytest.mark.system
 CRDS: Final = ROOT / "charts" / "kvstrata" / "files" / "crds"
 RECORDED: Final = json.loads((ROOT / "tests" / "recorded_schemas.json").read_text())
 """Each kind's schema as it was first declared."""
-STORED: Final = ("kvpool", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare", "kvoperation")
+STORED: Final = (
+    "kvpool", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare", "kvoperation", "kvmodelcache",
+)  # fmt: skip
 TEAM: Final = "team-a"
 SERVED_S: Final = 90.0
 Object = dict[str, Any]

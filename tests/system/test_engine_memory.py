@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app import engine_memory
 from kvstrata_agent.app.engine_memory import SHARED_MEMORY, YOUNG_S, EngineMemory, reap
+from kvstrata_node import directories
 from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
@@ -146,11 +147,11 @@ def test_whoever_opens_a_file_meanwhile_waits_and_ends_no_agent(memory: Path) ->
     path.write_bytes(b"left")
     file = os.open(path, os.O_RDONLY)
     try:
-        with engine_memory._lease(file):
-            assert engine_memory._is_alone(file)
+        with directories.write_lease(file):
+            assert directories.has_write_lease(file)
             opening = subprocess.Popen((sys.executable, "-c", f"open({str(path)!r}, 'r+b')"))
             ends_s = time.monotonic() + 30
-            while engine_memory._is_alone(file):
+            while directories.has_write_lease(file):
                 assert time.monotonic() < ends_s, "nobody opens it"
             assert opening.poll() is None
         assert opening.wait(30) == 0

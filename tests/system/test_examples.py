@@ -23,7 +23,7 @@ WAIT_S = 30.0
 """A policy is in force some seconds after it was stored."""
 VALUES = sorted(EXAMPLES.glob("*/chart/values.yaml"))
 TRANSCRIPTS = sorted((EXAMPLES / "transcripts").glob("*.jsonl"))
-KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
+KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations", "kvmodelcaches")
 
 
 @pytest.fixture(scope="module")

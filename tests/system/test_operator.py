@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvstrata_api import names
 from kvstrata_operator.decide.pools.reconcile import RELEASE_S
 from support.operator.agents import GIB, FakeAgents
 from support.operator.fleet import tier
-from support.operator.process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster, Replica, running
+from support.operator.process import CONVERGED_S, KVSTRATA, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster, Replica, running
 
 pytestmark = pytest.mark.system
 
@@ -222,6 +223,39 @@ class TestOneReplica:
 
         cluster.node("b")
         cluster.sees(lambda: cluster.kv("kvpools", pool)["status"]["nodesReady"] == "2/2")
+
+    @staticmethod
+    def _has_label(cluster: Cluster, node: str, label: str) -> bool:
+        return cluster.labels(node).get(label) == "v1"
+
+    def test_weights_are_ordered_counted_and_stated_by_labels_until_their_cache_goes(self, cluster: Cluster) -> None:
+        first, second = cluster.node("a"), cluster.node("b")
+        disk = tier("nvme", "NVMe", "10Gi", nvme={"path": f"/var/lib/kvstrata/{cluster.mark}"})
+        pool = cluster.pool(tiers=[tier(), disk])
+        cluster.says("kvpools", pool, "Ready", "True")
+        spec = {"poolRef": pool, "source": {"url": "s3://models/m"}, "revision": "v1"}
+        cache = cluster.make("kvmodelcaches", "KVModelCache", f"{cluster.mark}-m", spec)
+        cluster.says("kvmodelcaches", cache, "Staged", "False", "Staging")
+        cluster.sees(lambda: all(n["spec"].get("models") for n in cluster.pool_nodes(pool).values()))
+
+        label, digest = f"{names.LABEL_MODEL_PREFIX}{cache}", "sha256:" + "ab" * 32
+        for node in (first, second):
+            found = cluster.kv("kvpoolnodes", names.pool_node_name(pool, node))
+            (order,) = found["spec"]["models"]
+            report = {key: order[key] for key in ("name", "uid", "generation", "revision")} | {"digest": digest}
+            report |= {"state": "Staged", "sizeBytes": 7, "stagedBytes": 7, "inUse": node == first}
+            path = f"{KVSTRATA}/kvpoolnodes/{found['metadata']['name']}/status"
+            cluster.plane.api.patch(path, {"status": {"models": [report]}})
+            cluster.sees(partial(self._has_label, cluster, node, label))
+        cluster.plane.kubectl("wait", "--for=condition=Staged", f"kvmc/{cache}", "--timeout=90s")
+        stated = cluster.kv("kvmodelcaches", cache)["status"]
+        assert (stated["summary"], stated["digest"], stated["nodesInUse"]) == ("2/2 nodes", digest, 1)
+        cluster.sees(lambda: all(n["spec"]["models"][0].get("digest") for n in cluster.pool_nodes(pool).values()))
+        assert cluster.labels(first)["test"], "no other label is touched"
+
+        cluster.plane.kubectl("delete", "kvmodelcache", cache, "--timeout=90s")
+        cluster.sees(lambda: not any(label in cluster.labels(node) for node in (first, second)))
+        cluster.sees(lambda: not any(n["spec"]["models"] for n in cluster.pool_nodes(pool).values()))
 
     @pytest.mark.parametrize(("away_s", "times"), [(3.0, 4), (60.0, 1)])
     def test_the_next_change_counts_after_the_api_server_was_away(

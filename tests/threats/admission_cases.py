@@ -38,7 +38,7 @@ def cases() -> list[Case]:
     """Every request, dry runs all."""
     made = [
         *_shares(), *_tenancy(), *_observations(), *_scope_keys(), *_storage(), *tenant_pods(), *system_pods(),
-        *images(), *_operations(), *node_preparation(),
+        *images(), *_operations(), *_model_caches(), *_node_labels(), *node_preparation(),
     ]  # fmt: skip
     return [Case(c.name, c.who, c.method, f"{c.path}?dryRun=All", c.body, c.words, c.content_type) for c in made]
 
@@ -174,6 +174,37 @@ def _operations() -> Iterator[Case]:
     yield patch(
         "operation: said to be over", ROOT, f"{stored}/status", {"status": {"state": "Complete"}}, "the operator"
     )
+
+
+def _model_caches() -> Iterator[Case]:
+    path, denied = f"{GROUP}/kvmodelcaches", "who may `operate` the pool"
+    made = custom("KVModelCache", "m", {"poolRef": "llama-70b", "source": {"url": "s3://m"}, "revision": "v1"})
+    for who, words in ((ADMINISTRATOR, ""), (OPERATIVE, ""), (CREATOR, denied), (EDITOR, FORBIDDEN)):
+        yield Case(f"weights: by {who}", who, "POST", path, made, words)
+    moved = {"spec": {"poolRef": "llama-70b"}}
+    yield patch("weights: moved to a pool that one may operate", OPERATIVE, f"{path}/stored", moved)
+    yield patch(
+        "weights: of a pool that one may not operate", OPERATIVE, f"{path}/stored", {"spec": {"weight": 5}}, denied
+    )
+    said = {"status": {"nodesStaged": 9}}
+    yield patch("weights: said to be there", ROOT, f"{path}/stored/status", said, "the operator")
+
+
+def _node_labels() -> Iterator[Case]:
+    node, denied = "/api/v1/nodes/worker-1", "labels of models.kvstrata.io alone"
+    ours = {f"{names.LABEL_MODEL_PREFIX}m": "v1"}
+    yield patch("node: label of weights by the operator", OPERATOR, node, {"metadata": {"labels": ours}})
+    yield patch("node: anything by an administrator", ROOT, node, {"metadata": {"labels": {"zone": "b"}}})
+    for name, change in (
+        ("another label", {"metadata": {"labels": ours | {"zone": "b"}}}),
+        ("a new label", {"metadata": {"labels": {"kvstrata.io/tenant": "x"}}}),
+        ("a label removed", {"metadata": {"labels": {"zone": None}}}),
+        ("a taint", {"spec": {"taints": [{"key": "a", "effect": "NoSchedule"}]}}),
+        ("cordoned", {"spec": {"unschedulable": True}}),
+        ("an annotation", {"metadata": {"annotations": {"a": "b"}}}),
+    ):
+        yield patch(f"node: {name} by the operator", OPERATOR, node, change, denied)
+    yield patch("node: label by an agent", AGENT, node, {"metadata": {"labels": ours}}, FORBIDDEN)
 
 
 def secret(name: str, *, scope: str = "") -> Json:

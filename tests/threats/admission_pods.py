@@ -63,6 +63,12 @@ def tenant_pods() -> Iterator[Case]:
     ):  # fmt: skip
         yield make(f"directory {path}", of_host, engine(**_host(path)))
     yield make("models", "", engine(**_host("/models/llama")))
+    weights = "/models/kvstrata-models/llama/v1"
+    yield make("weights", "", engine(**_host(weights)))
+    for path in (weights, "/models/kvstrata-models"):
+        written = engine(**_host(path))
+        written["spec"]["containers"][0]["volumeMounts"][0]["readOnly"] = False
+        yield make(f"weights that it may write at {path}", "weights are mounted read-only", written)
     writable = engine()
     writable["spec"]["containers"][0]["volumeMounts"][0]["readOnly"] = False
     yield make("a socket's directory that it may write", "mounted read-only", writable)

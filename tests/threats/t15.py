@@ -87,10 +87,14 @@ def _roles() -> Iterator[Json]:
     writes = ["get", "create", "update", "patch"]
     rules = {
         "test-creator": [
-            {"apiGroups": [names.GROUP], "resources": ["kvtenants", "kvtrustdomains", "kvoperations"], "verbs": writes},
+            {
+                "apiGroups": [names.GROUP],
+                "resources": ["kvtenants", "kvtrustdomains", "kvoperations", "kvmodelcaches"],
+                "verbs": writes,
+            },
         ],
         "test-operative": [
-            {"apiGroups": [names.GROUP], "resources": ["kvoperations"], "verbs": writes},
+            {"apiGroups": [names.GROUP], "resources": ["kvoperations", "kvmodelcaches"], "verbs": writes},
             {
                 "apiGroups": [names.GROUP],
                 "resources": ["kvpools"],
@@ -121,6 +125,8 @@ def _objects() -> Iterator[Json]:
     node = {"poolRef": "llama-70b", "nodeName": "worker-1", "tiers": tiers, "revision": "r"}
     yield custom("KVPoolNode", "llama-70b.worker-1", node)
     yield custom("KVOperation", "stored", {"type": "Flush", "poolRef": "llama-70b", "flush": {}})
+    yield custom("KVModelCache", "stored", {"poolRef": "other", "source": {"url": "s3://m"}, "revision": "v1"})
+    yield {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "worker-1", "labels": {"zone": "a"}}}
     yield custom("KVTenant", rights.TEAM, {"serviceAccounts": [{"namespace": rights.TEAM, "name": "engine"}]})
     yield custom("KVTrustDomain", "research", {"tenants": [rights.TEAM]})
     yield share({"domain": "research"}, name="stored")

@@ -38,6 +38,12 @@ class Config:
     """Of spans."""
     log_level: str
 
+    @property
+    def own_folders(self) -> tuple[Path, ...]:
+        """Folders with what nobody but the agent may read."""
+        files = (self.peer_token, self.kek_file, self.kubeconfig)
+        return (self.socket.parent, self.state_dir, self.memory_dir, *(f.parent for f in files if f is not None))
+
 
 def parse(argv: list[str] | None = None) -> Config:
     """Read the command line; leaves the process with a message and status 2 when it is wrong."""

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import re
-import signal
 import stat
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_node import directories
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from kvstrata_telemetry.agent_metrics import Counters
 
@@ -107,9 +106,11 @@ def _remove(folder: int, name: str) -> int | None:
     except OSError:  # Gone, or another user's.
         return None
     try:
-        with _lease(file):
+        with directories.write_lease(file):
             status = os.fstat(file)
-            if status.st_ino != os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino or not _is_alone(file):
+            if status.st_ino != os.stat(
+                name, dir_fd=folder, follow_symlinks=False
+            ).st_ino or not directories.has_write_lease(file):
                 return None
             os.unlink(name, dir_fd=folder)
             return status.st_blocks * 512  # POSIX: units of st_blocks.
@@ -118,24 +119,3 @@ def _remove(folder: int, name: str) -> int | None:
         return None
     finally:
         os.close(file)
-
-
-@contextmanager
-def _lease(file: int) -> Iterator[None]:
-    """Ask for a write lease; see `_is_alone` for whether it is there. Whoever opens the file meanwhile waits."""
-    # What tells us that somebody waits is SIGIO otherwise, which ends a process that expects none.
-    fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
-    try:
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError:  # EAGAIN: it is open elsewhere. EACCES: another user's. EINVAL: no leases here.
-        yield
-        return
-    try:
-        yield
-    finally:
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-
-
-def _is_alone(file: int) -> bool:
-    """Whether ours is the only open description of a leased file, and nobody is opening it at this moment."""
-    return fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_WRLCK

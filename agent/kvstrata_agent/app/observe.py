@@ -71,6 +71,7 @@ def observe(
         directory_backlog=network.backlog,
         erased=tuple(TenantErased(uid=uid, key_version=v) for uid, v in cache.tenancy.erased()[:ERASING_MAX]),
         orders=parts.orders.answers(),
+        models=parts.models.reports() if parts.models is not None else (),
         memory_bytes=provisioner.memory_bytes,
         drain_left_blocks=left,
         is_drain_late=left is not None and is_late(drain.deadline),

@@ -180,7 +180,7 @@ class PeerNetwork:
         stack.push_async_callback(self.peers.close)
         stack.push_async_callback(self._listener.close)
         verify = self._membership.verify
-        self._listener.adopter = parts.adopter
+        self._listener.adopter, self._listener.weights = parts.adopter, parts.models
         await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, handovers=parts.handovers)
         self.directory.start()
         stack.push_async_callback(self.directory.close)

@@ -38,6 +38,8 @@ from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server, check_free
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_agent.weights.runner import TEND_S, Models
+from kvstrata_agent.weights.staging import WeightPeers
 from kvstrata_api import __version__
 from kvstrata_api.errors import UnsupportedError
 from kvstrata_kube.tasks import repeat
@@ -146,6 +148,11 @@ class AgentProcess:
         core.cache.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
         make = partial(registry.make_backend, place=self._place(world))
         provisioner = Provisioner(node, make, self._facts.memory_bytes)
+        peers: object = network.peers
+        scheduler, weight_peers = core.cache.mover.scheduler, peers if isinstance(peers, WeightPeers) else None
+        core.models = models = Models(
+            node, scheduler, provisioner, world.read_secret, weight_peers, closed=self._config.own_folders
+        )
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
@@ -159,6 +166,7 @@ class AgentProcess:
             group.create_task(repeat("reap", REAP_S, EngineMemory(self._counters).reap))
             group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
             group.create_task(network.run(node, scopes))
+            group.create_task(repeat("models", TEND_S, models.tend))
             group.create_task(self._keep_following(world, core, provisioner))
             group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
@@ -217,6 +225,8 @@ class AgentProcess:
         core.node.is_draining = is_asked or world.desired.is_withdrawn or removal is not Removal.NONE
         wipe = partial(wiping.wipe, place=self._place(world))
         if removal is not Removal.NONE:
+            if core.models is not None:
+                await core.models.close()
             await provisioner.remove(
                 removal, wanted.tiers, wipe, partial(remove_abandoned, self._persistence_root(), frozenset())
             )
@@ -228,6 +238,8 @@ class AgentProcess:
         await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
         # Before the first report, which repeats for each order what was answered before.
         core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
+        if core.models is not None:
+            await core.models.follow(wanted.models, world.desired.models, world.desired.refused_models)
         self._followed = pool_node
 
     @staticmethod

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_agent.cache.session_journal import SessionJournal
     from kvstrata_agent.movement.move import Codecs
+    from kvstrata_agent.weights.runner import Models
 
 
 class AgentParts:
@@ -40,9 +41,13 @@ class AgentParts:
         self.migrator = Migrator(node, peers)
         self.warmer = Warmer(self.cache, self.chains)
         self.adopter = Adopter(node, self.warmer, self.cache.tenancy)
+        self.models: Models | None = None
+        """Weights of models; set by whoever provisions tiers, before peers are answered."""
         self.orders = Orders(node, self.cache.evictor, self.warmer, self.migrator)
 
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""
         await self.orders.close()
+        if self.models is not None:
+            await self.models.close()
         await self.cache.close()

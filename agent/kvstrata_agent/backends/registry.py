@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import resource
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,13 +27,15 @@ from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, Persisten
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.directories import directories_of
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, UnsupportedError
+from kvstrata_api.names import MODELS_FOLDER
 from kvstrata_api.tiers import CxlMode, TierType
 from kvstrata_node import directories as folders
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import TierBackend
+    from kvstrata_agent.backends.object.client import ObjectClient
     from kvstrata_agent.backends.record.encryption import DataKeys
-    from kvstrata_api.models.pool import ObjectTier
+    from kvstrata_api.models.pool import ObjectTier, SecretRef
     from kvstrata_api.models.poolnode import NodeTier
     from kvstrata_node.discovery import NodeFacts
 
@@ -135,27 +138,38 @@ async def _remote_flash(tier: NodeTier, place: Place) -> TierBackend:
 
 async def _object(tier: NodeTier, place: Place) -> TierBackend:
     try:
-        from kvstrata_agent.backends.object.client import ObjectClient
         from kvstrata_agent.backends.object.object_tier import open_object_tier
     except ImportError as e:
         raise UnsupportedError(f"tier {tier.name}: {e}; install the `agent` extra, which has obstore") from e
     settings = _settings(tier, tier.object)
-    client = ObjectClient(settings.url, await _client_settings(settings, place))
+    client = await open_client(settings.url, settings.secret_ref, "object.secretRef", place.read_secret)
     return await open_object_tier(client, place.pool, place.node, tier.capacity_bytes, keys=_keys(tier, place))
 
 
-async def _client_settings(store: ObjectTier, place: Place) -> dict[str, str]:
-    """Settings of the store's client, such as aws_access_key_id, from its Secret; none with ambient identity.
+async def open_client(
+    url: str, secret_ref: SecretRef | None, field_name: str, read_secret: ReadSecret | None
+) -> ObjectClient:
+    """Open an object store with the settings that its Secret has, such as aws_access_key_id; none: ambient identity.
 
-    Raises `UnsupportedError` where there are no Secrets, `BackendFailedError` without that one, and
-    `InvalidInputError` for what is no text in it.
+    Raises `UnsupportedError` without obstore or where there are no Secrets, `BackendFailedError` without that one, and
+    `InvalidInputError` for what is no text in it, and for a malformed URL.
     """
-    if store.secret_ref is None:
+    try:
+        from kvstrata_agent.backends.object.client import ObjectClient
+    except ImportError as e:
+        raise UnsupportedError(f"{url}: {e}; install the `agent` extra, which has obstore") from e
+    return ObjectClient(url, await _client_settings(secret_ref, field_name, read_secret))
+
+
+async def _client_settings(
+    secret_ref: SecretRef | None, field_name: str, read_secret: ReadSecret | None
+) -> dict[str, str]:
+    if secret_ref is None:
         return {}
-    where = f"object.secretRef {store.secret_ref.name}"
-    if place.read_secret is None:
+    where = f"{field_name} {secret_ref.name}"
+    if read_secret is None:
         raise UnsupportedError(f"{where}: there are no Secrets here; set the store's credentials in the environment")
-    found = await place.read_secret(store.secret_ref.name)
+    found = await read_secret(secret_ref.name)
     if found is None:
         raise BackendFailedError(f"{where}: the agents' namespace has no such Secret")
     try:
@@ -202,7 +216,10 @@ async def wipe(tier: NodeTier, place: Place) -> None:
 
 
 def wipe_directory(root: Path, pool: str, node: str) -> None:
-    """Remove the part of a node, and the pool's claim with the last one. A directory of others is left alone."""
+    """Remove the part of a node and the weights of models, and the pool's claim with the last one.
+
+    A directory of others is left alone.
+    """
     try:
         if not _is_claimed_by(root, pool):
             return
@@ -211,6 +228,8 @@ def wipe_directory(root: Path, pool: str, node: str) -> None:
             for file in own.iterdir():
                 file.unlink()
             own.rmdir()
+        if (root / MODELS_FOLDER).is_dir():
+            shutil.rmtree(root / MODELS_FOLDER)
         if not {p.name for p in root.iterdir()} - _KEPT - {POOL_FILE, POOL_FILE + NEW_SUFFIX}:
             (root / POOL_FILE).unlink(missing_ok=True)
         folders.sync(root)
@@ -228,11 +247,8 @@ def _is_claimed_by(root: Path, pool: str) -> bool:
 
 
 async def _wipe_objects(store: ObjectTier, place: Place) -> None:
-    try:
-        from kvstrata_agent.backends.object.client import ObjectClient
-    except ImportError as e:
-        raise UnsupportedError(f"{store.url}: {e}; install the `agent` extra, which has obstore") from e
-    client, prefix = ObjectClient(store.url, await _client_settings(store, place)), f"{place.pool}/{place.node}/"
+    client = await open_client(store.url, store.secret_ref, "object.secretRef", place.read_secret)
+    prefix = f"{place.pool}/{place.node}/"
     try:
         await client.abort_uploads(prefix)
         batch: list[str] = []

@@ -18,7 +18,7 @@ from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.pool import KVPool
-from kvstrata_api.models.poolnode import KVPoolNode, NodeOrder, NodeTier, OrderAnswer
+from kvstrata_api.models.poolnode import KVPoolNode, ModelOrder, ModelReport, NodeOrder, NodeTier, OrderAnswer
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.wrapping import DATA_SUFFIX, data_entry
@@ -48,6 +48,8 @@ class SeenNode:
     """What node preparation has reported in it."""
     refused: tuple[OrderAnswer, ...] = ()
     """Answers to orders that this version cannot read."""
+    refused_models: tuple[ModelReport, ...] = ()
+    """The same of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,10 @@ def pool_node(obj: Json) -> SeenNode:
     """Parse a KVPoolNode; the status stays apart."""
     status, kept = obj.get("status") or {}, _kept(obj, _FULL)
     readable, refused = _orders(kept["spec"].get("orders") or ())
-    spec = {**kept["spec"], "orders": readable}
-    return SeenNode(KVPoolNode.model_validate({**kept, "spec": spec}), status, stored_report(status), refused)
+    models, refused_models = _models(kept["spec"].get("models") or ())
+    spec = {**kept["spec"], "orders": readable, "models": models}
+    declared = KVPoolNode.model_validate({**kept, "spec": spec})
+    return SeenNode(declared, status, stored_report(status), refused, refused_models)
 
 
 def _orders(wanted: Iterable[Any]) -> tuple[tuple[NodeOrder, ...], tuple[OrderAnswer, ...]]:
@@ -120,6 +124,33 @@ def _order(order: Json) -> NodeOrder:
     if getattr(read, read.type.lower()) is None:
         raise ValueError(f"order: {read.type.lower()} must be set when type is {read.type}")
     return read
+
+
+def _models(wanted: Iterable[Any]) -> tuple[tuple[ModelOrder, ...], tuple[ModelReport, ...]]:
+    """Separate models that can be read from those of a newer operator, which are refused one by one."""
+    readable, refused = [], []
+    for order in wanted:
+        try:
+            readable.append(ModelOrder.model_validate(order))
+        except ValidationError as e:
+            message = f"{e.errors(include_url=False)[0]['msg']} (agent {__version__})"[:MESSAGE_CHARS_MAX]
+            known = {key: order.get(key) for key in ("name", "uid", "generation", "revision")}
+            try:
+                refused.append(ModelReport(state="Failed", reason=UNKNOWN_ORDER, message=message, **known))
+            except ValidationError:
+                _log.warning("model order cannot be read", extra={"cause": message})
+    return tuple(readable), tuple(refused)
+
+
+def model_reports(status: Mapping[str, Any]) -> tuple[ModelReport, ...]:
+    """Reports on models that a KVPoolNode's status holds; what cannot be read counts as never written."""
+    found = []
+    for stored in status.get("models") or ():
+        try:
+            found.append(ModelReport.model_validate(stored))
+        except ValidationError:
+            continue
+    return tuple(found)
 
 
 def order_answers(status: Mapping[str, Any]) -> tuple[OrderAnswer, ...]:
@@ -210,6 +241,18 @@ class KubeDesired:
         """Answers to orders that this version cannot read, as last seen."""
         seen = self._nodes.get(self._node_name)
         return seen.refused if seen else ()
+
+    @property
+    def models(self) -> tuple[ModelReport, ...]:
+        """Reports on models as the API server holds them, also those of an earlier run of this agent."""
+        seen = self._nodes.get(self._node_name)
+        return model_reports(seen.status) if seen else ()
+
+    @property
+    def refused_models(self) -> tuple[ModelReport, ...]:
+        """Reports on models whose order this version cannot read, as last seen."""
+        seen = self._nodes.get(self._node_name)
+        return seen.refused_models if seen else ()
 
     @property
     def is_withdrawn(self) -> bool:

@@ -23,6 +23,7 @@ from kvstrata_api.models.poolnode import (
     KVPoolNode,
     KVPoolNodeStatus,
     LookupCounts,
+    ModelReport,
     NodeTier,
     NodeTierStatus,
     OrderAnswer,
@@ -63,6 +64,7 @@ _NO_FACTS: Final = {
     "directory_backlog",
     "erased",
     "orders",
+    "models",
     "node",
 }
 """Counters, what is compared by itself, and what node preparation writes."""
@@ -128,6 +130,8 @@ class Observed:
     erased: tuple[TenantErased, ...] = ()
     orders: tuple[OrderAnswer, ...] = ()
     """Exact counts."""
+    models: tuple[ModelReport, ...] = ()
+    """Exact counts."""
     drain_left_blocks: int | None = None
     """Blocks that still have to leave; None when no drain was asked for."""
     is_drain_late: bool = False
@@ -163,6 +167,7 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
         directory_backlog=units.coarse(seen.directory_backlog),
         erased=seen.erased,
         orders=tuple(_rounded_answer(answer) for answer in seen.orders),
+        models=tuple(_rounded_model(model) for model in seen.models),
         memory_bytes=seen.memory_bytes,
     )
 
@@ -170,6 +175,14 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
 def _rounded_answer(answer: OrderAnswer) -> OrderAnswer:
     counts = ("blocks_done", "blocks_total", "bytes_done", "bytes_total", "blocks_missing")
     return answer.model_copy(update={name: units.coarse(getattr(answer, name)) for name in counts})
+
+
+def _rounded_model(model: ModelReport) -> ModelReport:
+    """Round what grows; what is whole is exact."""
+    if model.state == "Staged":
+        return model
+    counts = ("staged_bytes", "source_bytes", "peer_bytes", "shared_bytes")
+    return model.model_copy(update={name: units.coarse(getattr(model, name)) for name in counts})
 
 
 def _tier(seen: TierObserved, demand: TierDemand | None) -> NodeTierStatus:
@@ -214,6 +227,7 @@ def _conditions(seen: Observed) -> tuple[Condition, ...]:
         _tiers_settled(seen.tiers),
         _calibration(seen.drift),
         _effective(seen.pathologies),
+        _models(seen.models),
         _draining(seen),
         _ready(seen),
     )
@@ -318,6 +332,19 @@ def _effective(found: Sequence[Finding]) -> Condition:
     if not found:
         return _true("CacheEffective", "NothingFound")
     return _false("CacheEffective", found[0].rule.pathology, _join(f.said for f in found))
+
+
+def _models(models: Sequence[ModelReport]) -> Condition:
+    """The first failure is the reason; the message has all. Without numbers that move while files come."""
+    if not models:
+        return _true("ModelsStaged", "NotRequested")
+    failed = [m for m in models if m.state == "Failed"]
+    if failed:
+        return _false("ModelsStaged", failed[0].reason, _join(f"{m.name}: {m.message}" for m in failed))
+    staging = [m.name for m in models if m.state == "Staging"]
+    if staging:
+        return _false("ModelsStaged", "Staging", _join(staging))
+    return _true("ModelsStaged", "Staged", _join(f"{m.name} was evicted" for m in models if m.state == "Evicted"))
 
 
 _LEFT: Final = {
@@ -461,6 +488,8 @@ def _facts(status: KVPoolNodeStatus, ours: KVPoolNodeStatus) -> Json:
     facts["erased"] = sorted((e.uid, e.key_version) for e in status.erased if e in ours.erased)
     asked = {answer.uid for answer in ours.orders}
     facts["orders"] = sorted((a.uid, a.phase, a.reason, a.message) for a in status.orders if a.uid in asked)
+    counts = {"staged_bytes", "source_bytes", "peer_bytes", "shared_bytes"}
+    facts["models"] = [m.model_dump(exclude=counts) for m in status.models]
     facts["tiers"] = [
         t.model_dump(exclude={"used_bytes", "used_of_capacity", "blocks", "demand"}) for t in status.tiers
     ]
@@ -487,4 +516,5 @@ def _counters(status: KVPoolNodeStatus) -> tuple[object, ...]:
         status.directory_backlog.bit_length(),
         *status.erased,
         *status.orders,
+        *status.models,
     )

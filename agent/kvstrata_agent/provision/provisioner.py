@@ -45,6 +45,10 @@ DOUBT_S: Final = 300.0
 READERS_S: Final = 5.0
 """What readers of a tier that is taken out get to finish a copy: the largest batch takes well under a second."""
 READERS_POLL_INTERVAL_S: Final = 0.01
+KV_PARTS: Final = 16
+"""Of a tier 1/16 is KV's, whatever else lies there: one without room for a block would be a failed one."""
+KV_BYTES_MIN: Final = 4 * MIB
+"""And of a small tier so much, which its segments and indexes take."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +86,9 @@ class Provisioner:
     states: dict[str, TierState] = field(default_factory=dict)
     departure: Departure | None = None
     """How far the removal of all tiers has come; None while nobody wants it."""
+    _aside: dict[str, int] = field(default_factory=dict)
+    """Bytes of tiers that are not KV's: weights of models lie beside it."""
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _wanted: tuple[NodeTier, ...] = ()
     _levels: dict[str, int] = field(default_factory=dict)
     _retry_at_s: float = 0.0
@@ -94,6 +101,10 @@ class Provisioner:
         A tier that is removed from the spec, or declared with other settings, has `leave_within_s` to bring its blocks
         to others. With `wipe`, which removes what a tier keeps across restarts, that goes when it leaves the spec.
         """
+        async with self._turn:
+            await self._apply(wanted, leave_within_s, wipe)
+
+    async def _apply(self, wanted: Sequence[NodeTier], leave_within_s: float, wipe: Wipe | None) -> None:
         self.departure = None
         is_retry_due = self.node.clock() >= self._retry_at_s
         leaving = self._leaving(wanted, leave_within_s)
@@ -120,6 +131,27 @@ class Provisioner:
             await self._carry_out(step, limits)
         if is_retry_due:
             self._retry_at_s = self.node.clock() + RETRY_S
+
+    def granted_bytes(self, name: str) -> int:
+        """What a tier was granted of its declared capacity, KV and weights together; 0 for one that is not up."""
+        state = self.states.get(name)
+        return state.limit.granted_bytes if state is not None and state.tier is not None else 0
+
+    async def set_aside(self, name: str, size_bytes: int) -> None:
+        """Keep so many bytes of a tier from KV, also when it is opened again; blocks that lie there leave.
+
+        KV keeps a part of the tier, however much is asked for. A tier that is not up learns of it when it is.
+        """
+        async with self._turn:
+            before, self._aside[name] = self._aside.get(name, 0), size_bytes
+            state = self.states.get(name)
+            if size_bytes != before and state is not None and state.tier is not None:
+                await self._resize(state.spec, state.limit)
+
+    def _of_kv(self, name: str, limit: Limit) -> int:
+        """Bytes of a tier that KV may have."""
+        least_bytes = min(limit.granted_bytes, max(KV_BYTES_MIN, limit.granted_bytes // KV_PARTS))
+        return max(limit.granted_bytes - self._aside.get(name, 0), least_bytes)
 
     def _leaving(self, wanted: Sequence[NodeTier], within_s: float) -> frozenset[str]:
         """Tiers that go and still have blocks which other tiers may take; those that are wanted again stay."""
@@ -204,7 +236,7 @@ class Provisioner:
             state.error = limit.message
             return
         try:
-            backend = await self.make(spec.model_copy(update={"capacity_bytes": limit.granted_bytes}))
+            backend = await self.make(spec.model_copy(update={"capacity_bytes": self._of_kv(spec.name, limit)}))
         except Exception as e:  # noqa: BLE001  Whatever it was, one failed tier costs no other.
             state.error, state.is_absent = _reported(spec.name, e), isinstance(e, UnsupportedError)
             return
@@ -270,7 +302,7 @@ class Provisioner:
             state.error = limit.message
             return
         try:
-            state.tier.closing = state.tier.shrinking = await state.tier.backend.resize(limit.granted_bytes)
+            state.tier.closing = state.tier.shrinking = await state.tier.backend.resize(self._of_kv(spec.name, limit))
             state.error = ""
         except Exception as e:  # noqa: BLE001  As above.
             state.error = _reported(spec.name, e)

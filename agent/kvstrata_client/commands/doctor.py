@@ -32,7 +32,15 @@ Json = Mapping[str, Any]
 
 OURS: Final = tuple(
     f"{plural}.{names.GROUP}"
-    for plural in ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
+    for plural in (
+        "kvpools",
+        "kvpoolnodes",
+        "kvtenants",
+        "kvtrustdomains",
+        "kvprefixshares",
+        "kvoperations",
+        "kvmodelcaches",
+    )
 )
 PARTS: Final = ("deployments.apps", "pods", "leases.coordination.k8s.io")
 

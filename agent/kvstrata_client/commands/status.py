@@ -1,4 +1,4 @@
-"""Commands that show what is declared and what became of it: status, tenants; `top` shows the same, live.
+"""Commands that show what is declared and what became of it: status, tenants, models; `top` shows the same, live.
 
 Observe (kubectl, by `doctor.observe`), decide (`overview`, pure), print.
 """
@@ -48,6 +48,19 @@ def tenants_options(found: argparse.ArgumentParser) -> None:
     found.set_defaults(run=_tenants)
 
 
+def models_options(found: argparse.ArgumentParser) -> None:
+    """Options of `models`."""
+    found.description = (
+        "Reads KVModelCaches and what agents report of them with kubectl. Exit status: 1 when there is none, or one "
+        "whose weights are not on all nodes that are to have them."
+    )
+    found.epilog = "examples: kvstrata models; kvstrata models llama-70b -o json"
+    found.add_argument("name", nargs="?", default="", help="one KVModelCache, with its nodes")
+    kubectl.add_release_options(found)
+    output.add_option(found, names="KVModelCaches")
+    found.set_defaults(run=_models)
+
+
 def _status(given: argparse.Namespace) -> int:
     """Print the overview; 1 when something is broken or no pool is Ready."""
     at = overview(doctor.observe(Kubectl.of(given, "it asks the cluster"), given.namespace))
@@ -64,6 +77,19 @@ def _tenants(given: argparse.Namespace) -> int:
     lines = tenant_lines(found[0]) if given.name else table(*tenant_rows(found))
     output.show(given.output, found[0] if given.name else found, lines, (tenant["name"] for tenant in found))
     return 0 if found and all(tenant["ready"] for tenant in found) else 1
+
+
+def _models(given: argparse.Namespace) -> int:
+    """Print all KVModelCaches or one; 1 when there is none, or one of them is not staged."""
+    at = overview(doctor.observe(Kubectl.of(given, "it asks the cluster"), given.namespace))
+    found = [model for model in at["models"] if given.name in ("", model["name"])]
+    if given.name and not found:
+        raise InvalidInputError(
+            f"KVModelCache {given.name!r}: the cluster has {_listed(m['name'] for m in at['models'])}"
+        )
+    lines = model_lines(found[0]) if given.name else table(*model_rows(found))
+    output.show(given.output, found[0] if given.name else found, lines, (model["name"] for model in found))
+    return 0 if found and all(model["staged"] for model in found) else 1
 
 
 def overview(seen: Seen) -> Json:
@@ -83,6 +109,7 @@ def overview(seen: Seen) -> Json:
         "domains": len(domains),
         "shares": {"declared": len(shares), "active": sum(_is_true(share, "Active") for share in shares)},
         "operations": [_operation(operation) for operation in by_kind.get("KVOperation", ())],
+        "models": [_model(model, by_kind.get("KVPoolNode", ())) for model in by_kind.get("KVModelCache", ())],
         "findings": {"broken": weights[Weight.BROKEN], "warnings": weights[Weight.WARNING]},
     }
 
@@ -195,6 +222,48 @@ def _operation(operation: Json) -> Json:
     }
 
 
+def _model(model: Json, nodes: Iterable[Json]) -> Json:
+    spec, stated, staged = model["spec"], _stated(model), _condition(model, "Staged")
+    uid = model["metadata"].get("uid", "")
+    reports = [
+        (node["spec"]["nodeName"], report)
+        for node in nodes
+        for report in _stated(node).get("models") or ()
+        if report["uid"] == uid
+    ]
+    return {
+        "name": model["metadata"]["name"],
+        "pool": spec["poolRef"],
+        "tier": stated.get("tier", ""),
+        "source": spec["source"]["url"],
+        "revision": spec["revision"],
+        "digest": stated.get("digest", ""),
+        "sizeBytes": stated.get("sizeBytes", 0),
+        "summary": stated.get("summary", ""),
+        "staged": staged.get("status") == "True",
+        "reason": staged.get("reason", ""),
+        "message": staged.get("message", ""),
+        "nodesInUse": stated.get("nodesInUse", 0),
+        "nodes": [
+            {
+                "node": node,
+                "revision": report["revision"],
+                "state": report["state"],
+                "reason": report.get("reason", ""),
+                "message": report.get("message", ""),
+                "sizeBytes": report.get("sizeBytes", 0),
+                "stagedBytes": report.get("stagedBytes", 0),
+                "sourceBytes": report.get("sourceBytes", 0),
+                "peerBytes": report.get("peerBytes", 0),
+                "sharedBytes": report.get("sharedBytes", 0),
+                "inUse": report.get("inUse", False),
+                "path": report.get("path", ""),
+            }
+            for node, report in reports
+        ],
+    }
+
+
 def status_lines(at: Json) -> Iterator[str]:
     """The overview for people."""
     if at["processes"] is not None:
@@ -212,6 +281,9 @@ def status_lines(at: Json) -> Iterator[str]:
     ready = sum(tenant["ready"] for tenant in at["tenants"])
     trust = f"{at['domains']} trust domains, {shares['active']} of {shares['declared']} shares active"
     yield f"{len(at['tenants'])} tenants ({ready} Ready), {trust}"
+    if at["models"]:
+        yield ""
+        yield from table(*model_rows(at["models"]))
     if running := [one for one in at["operations"] if one["state"] not in _OVER]:
         yield ""
         yield from table(*operation_rows(running))
@@ -316,6 +388,49 @@ def operation_rows(operations: Sequence[Json]) -> Table:
         for one in operations
     ]
     return ("OPERATION", "TYPE", "POOL", "STATE", "PROGRESS", "FAILURES"), rows
+
+
+def model_rows(models: Sequence[Json]) -> Table:
+    """One row a KVModelCache."""
+    rows = [
+        (
+            model["name"],
+            model["pool"],
+            model["revision"],
+            format_rounded(model["sizeBytes"]) if model["sizeBytes"] else _NOTHING,
+            model["summary"] or _NOTHING,
+            model["reason"] or "no report",
+            str(model["nodesInUse"]),
+        )
+        for model in models
+    ]
+    return ("MODEL", "POOL", "REVISION", "SIZE", "NODES", "STATE", "IN USE"), rows
+
+
+def model_lines(model: Json) -> Iterator[str]:
+    """One KVModelCache for people, with the nodes that report of it."""
+    head, (row,) = model_rows([model])
+    more = [("tier", model["tier"] or _NOTHING), ("source", model["source"]), ("digest", model["digest"] or _NOTHING)]
+    yield from table(
+        ("MODEL", model["name"]), [*((n.lower(), value) for n, value in zip(head[1:], row[1:], strict=True)), *more]
+    )
+    if model["message"] and not model["staged"]:
+        yield f"{model['reason']}: {model['message']}"
+    yield ""
+    rows = [
+        (
+            one["node"],
+            one["revision"],
+            f"{one['state']} {one['reason']}".rstrip(),
+            _fill(one["stagedBytes"], one["sizeBytes"]),
+            *(format_rounded(one[f"{origin}Bytes"]) for origin in ("source", "peer", "shared")),
+            "yes" if one["inUse"] else "no",
+            one["path"] or _NOTHING,
+        )
+        for one in model["nodes"]
+    ]
+    head = ("NODE", "REVISION", "STATE", "STAGED", "SOURCE", "PEERS", "SHARED", "IN USE", "PATH")
+    yield from table(head, rows)
 
 
 def tenant_lines(tenant: Json) -> Iterator[str]:

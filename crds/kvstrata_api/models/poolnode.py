@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from kvstrata_api.models.base import COUNT_MAX, ApiModel, Count, Name, ObjectMeta, ObjectName, Text
 from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.models.inventory import NodeReport
+from kvstrata_api.models.model_cache import ListingDigest, ModelSource, Revision
 from kvstrata_api.models.operation import PREFIXES_MAX, BlockDigest
 from kvstrata_api.models.pool import (
     NVME_PATHS_MAX,
@@ -27,6 +28,10 @@ ORDERS_MAX: Final = 8
 """KVOperations that one node works on at a time; others wait."""
 MIGRATE_TARGETS_MAX: Final = 8
 """Nodes that an agent may bring its blocks to: one after the other, while the one before it is away or full."""
+MODELS_MAX: Final = 16
+"""KVModelCaches whose weights one node is to have; it reports as many again that it has not removed yet."""
+MODEL_PEERS_MAX: Final = 8
+"""Nodes that an agent asks for weights: those that have them, or that come first."""
 SHARES_MAX: Final = 64
 """Prefix shares that one node reports hits of: those that were read last."""
 TENANTS_MAX: Final = 128
@@ -117,6 +122,31 @@ class NodeOrder(ApiModel):
     migrate: MigrateOrder | None = Field(None, description="Set when type is Migrate.")
 
 
+class ModelOrder(ApiModel):
+    """The weights of one KVModelCache that this node is to have, for as long as this stands here.
+
+    The digest may be absent at first and be set later, while the generation stays: what has that digest is left alone.
+    """
+
+    name: Name = Field(description="Name of the KVModelCache: the folder above the revision's.")
+    uid: Text = Field(description="Uid of the KVModelCache.")
+    generation: Count = Field(description="metadata.generation of the KVModelCache that this was made from.")
+    tier: Name = Field(description="Tier of this node that holds the files, and whose bytes they are.")
+    source: ModelSource = Field(description="Where the files come from.")
+    revision: Revision = Field(description="Name of the folder.")
+    digest: ListingDigest | None = Field(None, description="Digest that the files have to have; absent: any.")
+    peers: tuple[ObjectName, ...] = Field(
+        (),
+        max_length=MODEL_PEERS_MAX,
+        description="Nodes of the pool whose agents have the files, or get them before this one, in the order in which "
+        "they are asked; the source is read without them.",
+    )
+    weight: int = Field(ge=1, le=10_000, description="Share of contended bandwidth, beside KV, which weighs 100.")
+    idle_seconds: int = Field(
+        ge=0, le=31_536_000, description="So long after its last use it may be removed to make room for KV."
+    )
+
+
 class KVPoolNodeSpec(ApiModel):
     """What the operator wants of the agent."""
 
@@ -127,6 +157,9 @@ class KVPoolNodeSpec(ApiModel):
     drain: NodeDrain = Field(NodeDrain(), description="Request to empty the agent.")
     orders: tuple[NodeOrder, ...] = Field(
         (), max_length=ORDERS_MAX, description="What KVOperations under way want of the agent."
+    )
+    models: tuple[ModelOrder, ...] = Field(
+        (), max_length=MODELS_MAX, description="Weights that KVModelCaches want on this node."
     )
 
 
@@ -247,6 +280,29 @@ class OrderAnswer(ApiModel):
     blocks_missing: Count = Field(0, description="Of blocksTotal, those that no agent has, to within an eighth.")
 
 
+class ModelReport(ApiModel):
+    """One revision of a KVModelCache on this node; gone when its files are."""
+
+    name: Name = Field(description="Name of the KVModelCache.")
+    uid: Text = Field(description="Uid of the KVModelCache.")
+    generation: Count = Field(0, description="Generation of the last order for it that the agent took up.")
+    revision: Revision = Field(description="Name of the folder.")
+    digest: str = Field("", max_length=71, description="Digest of the files; empty until all of them were listed.")
+    state: Literal["Staging", "Staged", "Failed", "Evicted"] = Field(
+        description="Staging: files are missing and on their way. Staged: all files are here. Failed: files are "
+        "missing, for the reason, and it is tried again. Evicted: they were removed to make room for KV."
+    )
+    size_bytes: Count = Field(0, description="Bytes of all files; 0 until they were listed.")
+    staged_bytes: Count = Field(0, description="Of sizeBytes, those that are here, to within an eighth.")
+    source_bytes: Count = Field(0, description="Of stagedBytes, those that came from the source.")
+    peer_bytes: Count = Field(0, description="Of stagedBytes, those that came from other agents.")
+    shared_bytes: Count = Field(0, description="Of stagedBytes, those that another revision on this node had.")
+    in_use: bool = Field(False, description="True while an engine has a file of it open.")
+    path: str = Field("", max_length=1024, description="Folder on the node; empty when it has none.")
+    reason: Text = Field("", description="CamelCase cause of Failed or Evicted.")
+    message: str = Field("", max_length=256, description="The same for people, with numbers.")
+
+
 class KVPoolNodeStatus(ApiModel):
     """What the agent observed."""
 
@@ -284,6 +340,9 @@ class KVPoolNodeStatus(ApiModel):
     )
     orders: tuple[OrderAnswer, ...] = Field(
         (), max_length=ORDERS_MAX, description="Answers to spec.orders, by uid of the KVOperation."
+    )
+    models: tuple[ModelReport, ...] = Field(
+        (), max_length=2 * MODELS_MAX, description="Weights that this node has, or is to have."
     )
     memory_bytes: Count = Field(0, description="Physical memory of the node.")
     node: NodeReport | None = Field(None, description="What the machine has; written by node preparation.")

@@ -27,7 +27,8 @@ def _stays(field: str) -> Transition:
     return Transition("spec", both, f"{field} is immutable: make another KVOperation", holds, field)
 
 
-def _names_some(path: str) -> Rule:
+def names_some(path: str) -> Rule:
+    """Make the rule that a choice of nodes names any."""
     return Rule(
         path,
         "(has(self.names) && self.names.size() > 0) || (has(self.matchLabels) && self.matchLabels.size() > 0)",
@@ -42,10 +43,10 @@ OPERATION: Final[list[AnyRule]] = [
     exactly_when(
         "poolRef", "self.type != 'Erase'", "type is not Erase", lambda spec: bool(spec["type"] != "Erase"), "spec"
     ),
-    _names_some("spec.drain.nodes"),
-    _names_some("spec.flush.nodes"),
-    _names_some("spec.warm.nodes"),
-    _names_some("spec.migrate.nodes"),
+    names_some("spec.drain.nodes"),
+    names_some("spec.flush.nodes"),
+    names_some("spec.warm.nodes"),
+    names_some("spec.migrate.nodes"),
     Rule(
         "spec",
         "!has(self.migrate) || !has(self.poolRef) || self.migrate.to != self.poolRef",

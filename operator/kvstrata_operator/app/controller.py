@@ -227,6 +227,7 @@ class Controller:
                 view, _ = seen
                 self._gauges.pools(view.pools.declared, self.round_s)
                 self._gauges.operations(view.pools.operations.values())
+                self._gauges.model_caches(view.pools.model_caches)
                 await self._round(in_flight)
 
     async def _wait(self) -> None:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvstrata_api import __version__
 from kvstrata_api.errors import RetryableError
 from kvstrata_api.models.conditions import find, is_true
+from kvstrata_api.models.model_cache import KVModelCache
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.apply.executor import Outcome
@@ -60,6 +61,8 @@ def _is_ready(pool: Declared[Any]) -> bool:
 _UNWRITTEN = "Pending"
 """State of an operation whose status was not written yet."""
 _FORBIDDEN = str(HTTPStatus.FORBIDDEN.value)
+_CACHE_STATES = {"wanted": "nodesWanted", "staged": "nodesStaged", "in_use": "nodesInUse"}
+"""Fields of a KVModelCache's status, by the state of nodes that they count."""
 _STATES = ("matched", "ready", "updated", "draining", "degraded")
 
 
@@ -71,6 +74,7 @@ class Gauges:
         self._convergence = Convergence()
         self._pools: set[str] = set()
         self._operations: set[tuple[str, str]] = set()
+        self._caches: set[str] = set()
         self._scaled: set[tuple[str, str]] = set()
         self._made.gauge("kvstrata_operator_info", version=__version__).set(1)
 
@@ -152,9 +156,10 @@ class Gauges:
         self._pools = set(pools)
 
     def stand_by(self) -> None:
-        """Show no pool and no operation: what was known of them grows old, and whoever leads shows them."""
+        """Show no pool, operation or weights: what was known of them grows old, and whoever leads shows them."""
         self.pools({}, 0.0)
         self.operations(())
+        self.model_caches({})
 
     def operations(self, seen: Iterable[Declared[KVOperation]]) -> None:
         """Show how many operations are in which state; what there is none of any more is 0."""
@@ -164,6 +169,21 @@ class Gauges:
         self._operations |= counts.keys()
         for type_, state in self._operations:
             self._made.gauge("kvstrata_operations", type=type_, state=state).set(counts[type_, state])
+
+    def model_caches(self, seen: Mapping[str, Declared[KVModelCache]]) -> None:
+        """Show weights as their statuses are; those that are gone disappear."""
+        for name, cache in seen.items():
+            for state, field_ in _CACHE_STATES.items():
+                count: Any = cache.status.get(field_) or 0
+                self._made.gauge("kvstrata_model_cache_nodes", model=name, state=state).set(count)
+            staged = find(cache.conditions, "Staged")
+            is_late = staged is not None and staged.reason == "DeadlineExceeded"
+            self._made.gauge("kvstrata_model_cache_late", model=name).set(is_late)
+        for name in self._caches - seen.keys():
+            for state in _CACHE_STATES:
+                self._made.forget("kvstrata_model_cache_nodes", model=name, state=state)
+            self._made.forget("kvstrata_model_cache_late", model=name)
+        self._caches = set(seen)
 
 
 def _scales(pool: Declared[KVPool]) -> list[Any]:

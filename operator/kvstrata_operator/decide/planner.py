@@ -4,7 +4,7 @@
 asked at any time and as often as one likes; asked again after their actions were carried out, they ask for nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 from kvstrata_api import names
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
+from kvstrata_api.models.poolnode import ModelOrder
 from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.shares import is_open, share_end
 from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.agents.agents import agents_of, forget_agents, plan_agents
 from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.incremental import FleetFacts, Members
+from kvstrata_operator.decide.models import model_caches
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operations import Operation
 from kvstrata_operator.decide.plan.actions import Action, Create, Delete, Merge
@@ -27,6 +29,7 @@ from kvstrata_operator.decide.trust import erasure, scope_keys
 from kvstrata_operator.decide.trust import identity_conflicts as claims
 from kvstrata_operator.observe.kinds import (
     CONNECTION_LABELS,
+    NODE,
     POOL,
     Ref,
     body_of,
@@ -52,13 +55,20 @@ def plan_orders(view: View, fleet: FleetFacts, setting: Setting, now: datetime) 
     wanted = operations.wants(pools.operations.values(), operations.arounds(pools, trust.tenants, fleet.seen_of, now))
     actions: list[Action] = list(lifecycle.mark_silent(pools.pool_nodes, pools.silent))
     for name, pool in sorted(pools.declared.items()):
-        its = _Its(pool, fleet.pools.get(name, Members()), wanted.get(name, {}))
+        its = _Its(pool, fleet.pools.get(name, Members()), wanted.get(name, {}), fleet.model_peers)
         actions += _plan_pool(view, its, setting, now)
+    actions += _plan_labels(fleet)
     actions += redis.plan_redis(view, fleet, setting)
     actions += _plan_keys(trust, pools.declared, setting.namespace, now)
     actions += erase_operation.plan_requests(pools.operations.values(), trust.tenants)
     actions += _expired(pools.operations.values(), now)
     return Plan(tuple(actions), _wake_at(view, fleet, now))
+
+
+def _plan_labels(fleet: FleetFacts) -> Iterable[Action]:
+    """Let the labels of Nodes state the weights that they have."""
+    for node, labels in sorted(fleet.mislabelled.items()):
+        yield Merge(Ref(NODE, node), body={"metadata": {"labels": labels}})
 
 
 def _expired(seen: Iterable[Operation], now: datetime) -> Iterable[Action]:
@@ -71,11 +81,12 @@ def _expired(seen: Iterable[Operation], now: datetime) -> Iterable[Action]:
 
 @dataclass(frozen=True, slots=True)
 class _Its:
-    """A pool, its nodes, and what KVOperations want of nodes by their name."""
+    """A pool, its nodes, what KVOperations want of nodes by their name, and whom agents ask for weights."""
 
     pool: Declared[KVPool]
     members: Members
     wanted: Mapping[str, Wants]
+    peers: Callable[[ModelOrder, str], tuple[str, ...]]
 
 
 def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[Action, ...]:
@@ -94,7 +105,7 @@ def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[
     if held:
         return held
     agents = agents_of(view, pool, members, setting, now)
-    stands = Stands(placement, members.seen, members.difference)
+    stands = Stands(placement, members.seen, members.difference, members.models, its.peers)
     return (
         *reconcile(pool, stands, reachable, now, Stays(its.wanted, agents.rollout.holds)),
         *plan_agents(view, pool, agents, members, setting, now),
@@ -196,6 +207,7 @@ def _wake_at(view: View, fleet: FleetFacts, now: datetime) -> datetime | None:
     for operation in view.pools.operations.values():
         is_over = operations.stored_end(operation) is not None
         moments.append(operations.expires_at(operation) if is_over else operations.deadline(operation))
+    moments += [model_caches.deadline(cache) for cache in view.pools.model_caches.values()]
     moments += [lifecycle.next_step(pool, now) for pool in view.pools.declared.values() if pool.is_deleting]
     moments += [share_end(s.model) for s in view.trust.shares.values() if s.model is not None]
     return min((m for m in moments if m is not None and m > now), default=None)

@@ -17,6 +17,7 @@ from kvstrata_operator.decide.agents.agents import Agents, agents_of
 from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.directory.redis import RedisState
 from kvstrata_operator.decide.incremental import FleetFacts, Members
+from kvstrata_operator.decide.models.model_status import model_status
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operation_status import operation_notes, operation_status
 from kvstrata_operator.decide.operations.operations import Operation
@@ -41,7 +42,7 @@ from kvstrata_operator.observe.world import Setting, TrustSeen, View
 USAGE_FIELDS: Final = frozenset(
     {
         "tiers", "usedOfCapacity", "hitPercent", "hits", "usage", "used", "quota", "denied", "evictionsPerSecond",
-        "gcBacklog",
+        "gcBacklog", "summary", "nodesInUse",
     }
 )  # fmt: skip
 """Fields that move with the load; a change in nothing else may wait."""
@@ -58,6 +59,7 @@ def plan_statuses(view: View, fleet: FleetFacts, setting: Setting, now: datetime
         *_tenants(view, fleet, setting.namespace, tenants, contested, now),
         *_domains(trust, setting.namespace, tenants, now),
         *_shares(trust, pools, fleet.sums.share_hits, setting.namespace, tenants, now),
+        *_model_caches(view, fleet, now),
     ]
     writes = (_write(declared, status) for declared, status in wanted)
     return tuple(write for write in (*writes, *_operations(view, fleet, now)) if write is not None)
@@ -199,6 +201,12 @@ def _shares(
         has_key = scope_keys.has_key(share, KEY_VERSION, secret)
         fault = claims.share_fault(share, declared, pools)
         yield share, share_status(share, ShareSeen(declared, fault, has_key, units.coarse(hits.get(share.uid, 0))), now)
+
+
+def _model_caches(view: View, fleet: FleetFacts, now: datetime) -> _Wanted:
+    for name, cache in sorted(view.pools.model_caches.items()):
+        if not cache.is_deleting and name in fleet.models:
+            yield cache, model_status(fleet.models[name], cache, now)
 
 
 def _operations(view: View, fleet: FleetFacts, now: datetime) -> Iterator[StatusWrite | None]:

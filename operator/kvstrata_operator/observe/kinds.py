@@ -63,6 +63,7 @@ TENANT: Final = Kind("KVTenant", names.API_VERSION, "kvtenants")
 DOMAIN: Final = Kind("KVTrustDomain", names.API_VERSION, "kvtrustdomains")
 SHARE: Final = Kind("KVPrefixShare", names.API_VERSION, "kvprefixshares", is_namespaced=True)
 OPERATION: Final = Kind("KVOperation", names.API_VERSION, "kvoperations")
+MODEL_CACHE: Final = Kind("KVModelCache", names.API_VERSION, "kvmodelcaches")
 NODE: Final = Kind("Node", "v1", "nodes")
 NAMESPACE: Final = Kind("Namespace", "v1", "namespaces")
 SECRET: Final = Kind("Secret", "v1", "secrets", is_namespaced=True)
@@ -74,7 +75,7 @@ BUDGET: Final = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets",
 SIGNING_REQUEST: Final = Kind("CertificateSigningRequest", "certificates.k8s.io/v1", "certificatesigningrequests")
 EVENT: Final = Kind("Event", "v1", "events", is_namespaced=True)
 
-ADMINISTRATOR_KINDS: Final = (POOL, TENANT, DOMAIN, SHARE, OPERATION)
+ADMINISTRATOR_KINDS: Final = (POOL, TENANT, DOMAIN, SHARE, OPERATION, MODEL_CACHE)
 """Few objects, written by people: watched by kopf and listed now and then by ourselves."""
 
 

@@ -17,6 +17,7 @@ from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ApiModel, ObjectMeta
 from kvstrata_api.models.conditions import Condition
+from kvstrata_api.models.model_cache import KVModelCache
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
@@ -34,6 +35,7 @@ from kvstrata_operator.observe.records import (
     Declared,
     DemandSeen,
     DrainSeen,
+    ModelSeen,
     NodeSeen,
     PoolNodeSeen,
     ScopeSecretSeen,
@@ -48,6 +50,7 @@ MODELS: Final[Mapping[Kind, type[ApiModel]]] = {
     kinds.DOMAIN: KVTrustDomain,
     kinds.SHARE: KVPrefixShare,
     kinds.OPERATION: KVOperation,
+    kinds.MODEL_CACHE: KVModelCache,
 }
 
 _ERRORS_MAX: Final = 4
@@ -101,6 +104,7 @@ class _PoolNodeSpec(msgspec.Struct, rename="camel"):
     revision: str = ""
     drain: _Drain = msgspec.field(default_factory=_Drain)
     orders: list[_Order] = []
+    models: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class _Condition(msgspec.Struct):
@@ -168,6 +172,19 @@ class _Answer(msgspec.Struct, rename="camel"):
     blocks_missing: int = 0
 
 
+class _Weights(msgspec.Struct, rename="camel"):
+    uid: str
+    generation: int = 0
+    revision: str = ""
+    digest: str = ""
+    state: str = ""
+    size_bytes: int = 0
+    staged_bytes: int = 0
+    in_use: bool = False
+    reason: str = ""
+    message: str = ""
+
+
 class _PoolNodeStatus(msgspec.Struct, rename="camel"):
     observed_generation: int = 0
     observed_revision: str = ""
@@ -182,6 +199,7 @@ class _PoolNodeStatus(msgspec.Struct, rename="camel"):
     directory_backlog: int = 0
     erased: list[_TenantErased] = []
     orders: list[_Answer] = []
+    models: list[_Weights] = []
 
 
 class _PoolNode(msgspec.Struct):
@@ -253,6 +271,8 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
         directory_backlog=status.directory_backlog,
         orders=tuple(intern(o.uid) for o in spec.orders),
         answers={intern(a.uid): _answer(a) for a in status.orders},
+        models=_spec_models(bytes(spec.models)),
+        weights=tuple(_weights(w) for w in status.models),
         is_heard=status.observed_generation >= meta.generation,
         erased={intern(e.uid): e.key_version for e in status.erased} or _NONE,
     )
@@ -261,6 +281,21 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
 def _answer(answer: _Answer) -> AnswerSeen:
     counts = (answer.blocks_done, answer.blocks_total, answer.bytes_done, answer.bytes_total, answer.blocks_missing)
     return AnswerSeen(intern(answer.phase), intern(answer.reason), answer.message, *counts)
+
+
+def _weights(seen: _Weights) -> ModelSeen:
+    return ModelSeen(
+        uid=intern(seen.uid),
+        generation=seen.generation,
+        revision=intern(seen.revision),
+        digest=intern(seen.digest),
+        state=intern(seen.state),
+        size_bytes=seen.size_bytes,
+        staged_bytes=seen.staged_bytes,
+        in_use=seen.in_use,
+        reason=intern(seen.reason),
+        message=seen.message,
+    )
 
 
 def parse_scope_secret(raw: bytes) -> ScopeSecretSeen:
@@ -376,6 +411,18 @@ def _spec_tiers(raw: bytes) -> tuple[str, int]:
     tiers = msgspec.json.decode(raw, type=list[_SpecTier])
     memory_bytes = sum(t.capacity_bytes for t in tiers if takes_node_memory(t.type, str(t.cxl.get("mode", ""))))
     return digest(msgspec.json.decode(raw)), memory_bytes
+
+
+@lru_cache(maxsize=256)  # Nodes of a pool mostly have the same weights.
+def _spec_models(raw: bytes) -> Mapping[str, str]:
+    """Digests of a KVPoolNode's orders for weights, by uid of the KVModelCache."""
+    found = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    return MappingProxyType({order["uid"]: model_digest(order) for order in found if "uid" in order})
+
+
+def model_digest(order: Mapping[str, Any]) -> str:
+    """Name an order for weights by all but its peers: those change with every node that has got them."""
+    return digest({key: value for key, value in order.items() if key != "peers"})
 
 
 def takes_node_memory(type_: str, cxl_mode: str) -> bool:

@@ -137,6 +137,22 @@ class AnswerSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSeen:
+    """What an agent reports of one revision of a KVModelCache."""
+
+    uid: str
+    generation: int
+    revision: str
+    digest: str
+    state: str
+    size_bytes: int
+    staged_bytes: int
+    in_use: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class ConditionSeen:
     """One condition of a KVPoolNode, without its times."""
 
@@ -181,6 +197,10 @@ class PoolNodeSeen:
     """Uids of the KVOperations that the spec orders a part of."""
     answers: Mapping[str, AnswerSeen] = field(default_factory=dict)
     """What the agent reports of them, by uid."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the orders for weights in the spec, by uid of the KVModelCache."""
+    weights: tuple[ModelSeen, ...] = ()
+    """What the agent reports of weights: a KVModelCache may have several revisions here."""
     is_heard: bool = False
     """True when the status speaks of the spec as it is now."""
     erased: Mapping[str, int] = field(default_factory=dict)
@@ -195,6 +215,11 @@ class PoolNodeSeen:
         """True when the condition exists and is False."""
         found = self.conditions.get(type_)
         return found is not None and found.status == "False"
+
+    @property
+    def staged(self) -> frozenset[tuple[str, str, str]]:
+        """Uid, revision and digest of the weights that are here."""
+        return frozenset((w.uid, w.revision, w.digest) for w in self.weights if w.state == "Staged")
 
     @property
     def has_reported(self) -> bool:

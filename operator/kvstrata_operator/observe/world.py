@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kvstrata_api import names
+from kvstrata_api.models.model_cache import KVModelCache
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
@@ -90,6 +91,7 @@ class PoolsSeen:
 
     declared: Mapping[str, Declared[KVPool]] = field(default_factory=lambda: _NOTHING)
     operations: Mapping[str, Declared[KVOperation]] = field(default_factory=lambda: _NOTHING)
+    model_caches: Mapping[str, Declared[KVModelCache]] = field(default_factory=lambda: _NOTHING)
     nodes: Mapping[str, NodeSeen] = field(default_factory=lambda: _NOTHING)
     pool_nodes: Mapping[str, PoolNodeSeen] = field(default_factory=lambda: _NOTHING)
     alive: frozenset[str] = frozenset()
@@ -167,6 +169,7 @@ class World:
             PoolsSeen(
                 declared=of[kinds.POOL],
                 operations=of[kinds.OPERATION],
+                model_caches=of[kinds.MODEL_CACHE],
                 nodes=of[kinds.NODE],
                 pool_nodes=of[kinds.POOL_NODE],
                 alive=alive,
@@ -199,13 +202,13 @@ class World:
 
 
 def _has_same_orders(old: PoolNodeSeen, new: PoolNodeSeen) -> bool:
-    """True when what the operator ordered is unchanged, and no order waits for the agent's answer."""
+    """True when what the operator ordered is unchanged, no order waits for an answer, and Nodes keep their labels."""
     return not new.drain.requested and _orders(old) == _orders(new)
 
 
 def _orders(seen: PoolNodeSeen) -> tuple[object, ...]:
     orders = (seen.uid, seen.pool, seen.node, seen.revision, seen.tiers_digest, seen.drain)
-    return (*orders, seen.orders, seen.is_marked, seen.is_deleting)
+    return (*orders, seen.orders, seen.models, seen.staged, seen.is_marked, seen.is_deleting)
 
 
 PARSERS: Final[Mapping[Kind, Callable[[bytes], Any]]] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -157,9 +157,15 @@ def _below(schema: Json, value: Json, path: Path_) -> Iterator[tuple[str, Path_,
         yield "unknown", (*path, "nonsense"), "x", (*path, "nonsense")
 
 
+STEMS: Final = (
+    "kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare", "kvoperation", "kvmodelcache",
+)  # fmt: skip
+"""The fullest example of each kind."""
+
+
 def misshapen() -> Iterator[Bad]:
     """Every field of every kind's fullest example, broken in every way."""
-    for stem in ("kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare", "kvoperation"):
+    for stem in STEMS:
         good = examples()[stem]
         schema = object_schema(BY_NAME[good["kind"]])
         spec = schema["properties"]["spec"]
@@ -336,6 +342,9 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
         {"type": "Migrate", "poolRef": "p", "migrate": {"to": "q", "nodes": {}}},
         "spec.migrate.nodes.names",
     ),
+    ("kvmodelcache", ("spec", "nodes"), {}, "spec.nodes.names"),
+    ("kvmodelcache", ("spec", "source", "url"), "file:///mnt/models", "spec.source.secretRef"),
+    ("kvmodelcache", ("spec", "source"), {"url": "file://host/models"}, "spec.source.url"),
     ("kvprefixshare", ("metadata", "name"), "with.dot", "metadata.name"),
     ("kvprefixshare", ("metadata", "name"), "a" * 64, "metadata.name"),
 )

@@ -56,7 +56,7 @@ def _strings(schema: Json) -> st.SearchStrategy[Any]:
     if "pattern" in schema:
         pattern = schema["pattern"].removesuffix("$") + r"\Z"
         drawn = st.from_regex(pattern).filter(lambda text: _fits(schema, text))
-        short = [text for text in ("a", "b", "/a", "/b", "s3://a", "0" * 64) if _fits(schema, text)]
+        short = [text for text in ("a", "b", "/a", "/b", "s3://a", "0" * 64, "file:///a") if _fits(schema, text)]
         return st.sampled_from(short) | drawn if short else drawn
     alphabet = st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"])
     return st.text(alphabet, min_size=schema.get("minLength", 0), max_size=min(schema["maxLength"], 12))
@@ -125,7 +125,7 @@ def variants(draw: st.DrawFn, stem: str, changes_max: int = 4) -> Json:
 
 STEMS = (
     "kvpool", "kvpool-minimal", "kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare",
-    "kvoperation",
+    "kvoperation", "kvmodelcache",
 )  # fmt: skip
 """Examples to vary."""
 

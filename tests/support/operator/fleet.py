@@ -175,6 +175,7 @@ class Fleet:
             PoolsSeen(
                 declared=self._declared(kinds.POOL),
                 operations=self._declared(kinds.OPERATION),
+                model_caches=self._declared(kinds.MODEL_CACHE),
                 nodes=self._records(kinds.NODE, parse.parse_node),
                 pool_nodes=self._records(kinds.POOL_NODE, parse.parse_pool_node),
                 alive=frozenset(self.alive & here),
@@ -361,7 +362,7 @@ class Fleet:
 def facts_of(view: View) -> FleetFacts:
     """Gather what follows from a view."""
     pools = view.pools
-    facts = FleetFacts(pools.declared, pools.nodes, pools.pool_nodes, view.cluster.pods)
+    facts = FleetFacts(pools.declared, pools.nodes, pools.pool_nodes, view.cluster.pods, pools.model_caches)
     facts.refresh(pools.alive, pools.silent)
     return facts
 

@@ -24,7 +24,7 @@ class KeptFleet(Fleet):
             kinds.POOL: pools.declared, kinds.TENANT: trust.tenants, kinds.NODE: pools.nodes,
             kinds.POOL_NODE: pools.pool_nodes, kinds.SECRET: trust.secrets, kinds.CONFIG_MAP: cluster.config_maps,
             kinds.OPERATION: pools.operations, kinds.DAEMON_SET: cluster.daemon_sets, kinds.BUDGET: cluster.budgets,
-            kinds.POD: cluster.pods,
+            kinds.POD: cluster.pods, kinds.MODEL_CACHE: pools.model_caches,
         }  # fmt: skip
         for kind, records in seen.items():
             store = self.world.stores[kind]

@@ -141,6 +141,11 @@ class Cluster:
     def kv(self, plural: str, name: str) -> Any:
         return self.get(f"{KVSTRATA}/{plural}/{name}")
 
+    def labels(self, node: str) -> dict[str, str]:
+        """Labels of a Node."""
+        found: dict[str, str] = self.get(f"/api/v1/nodes/{node}")["metadata"]["labels"]
+        return found
+
     def pool_nodes(self, pool: str) -> dict[str, Any]:
         found = self.get(f"{KVSTRATA}/kvpoolnodes?labelSelector={names.LABEL_POOL}={pool}")["items"]
         return {item["spec"]["nodeName"]: item for item in found}

@@ -131,6 +131,7 @@ def test_conventions_of_names_hold() -> None:
         "KVTrustDomain": "kvtd",
         "KVPrefixShare": "kvps",
         "KVOperation": "kvop",
+        "KVModelCache": "kvmc",
     }
     for kind in KINDS:
         spec = schema.crd(kind)["spec"]

@@ -54,7 +54,7 @@ READ: Final[dict[str, dict[str, str]]] = {
     },
     "agent/kvstrata_agent/backends/registry.py": {
         "CxlTier.mode": "settings.mode",
-        "SecretRef.name": "store.secret_ref.name",
+        "SecretRef.name": "secret_ref.name",
         "Encryption.type": "tier.encryption.type",
     },
     "agent/kvstrata_agent/kube/declared.py": {
@@ -88,6 +88,15 @@ READ: Final[dict[str, dict[str, str]]] = {
         "TierDrainOrder.tier": "order.tier",
         "FlushOrder.tier": "order.tier",
         "FlushOrder.mode": "order.mode",
+    },
+    "agent/kvstrata_agent/weights/runner.py": {
+        "ModelOrder.name": "order.name",
+        "ModelOrder.peers": "run.order.peers",
+        "ModelOrder.weight": "run.order.weight",
+        "ModelOrder.idle_seconds": "run.order.idle_seconds",
+    },
+    "agent/kvstrata_agent/weights/source.py": {
+        "ModelSource.url": "source.url",
     },
     "agent/kvstrata_agent/operations/warm.py": {
         "WarmOrder.tenant": "order.tenant",
@@ -157,6 +166,23 @@ READ: Final[dict[str, dict[str, str]]] = {
     },
     "operator/kvstrata_operator/decide/directory/redis.py": {
         "RedisSpec.mode": "pool.spec.metadata.redis.mode",
+    },
+    "operator/kvstrata_operator/decide/models/model_caches.py": {
+        "KVModelCacheSpec.pool_ref": "self.cache.model.spec.pool_ref",
+        "KVModelCacheSpec.tier": "spec.tier",
+        "KVModelCacheSpec.revision": "spec.revision",
+        "KVModelCacheSpec.digest": "cache.model.spec.digest",
+        "KVModelCacheSpec.copies": "model.spec.copies",
+        "KVModelCacheSpec.deadline_seconds": "cache.model.spec.deadline_seconds",
+        "KVModelCacheSpec.weight": "spec.weight",
+        "KVModelCacheSpec.idle_seconds": "spec.idle_seconds",
+        "ModelOrder.uid": "order.uid",
+        "ModelOrder.revision": "order.revision",
+        "ModelOrder.digest": "order.digest",
+        "ModelOrder.generation": "order.generation",
+    },
+    "operator/kvstrata_operator/decide/models/model_status.py": {
+        "ModelOrder.tier": "facts.want.order.tier",
     },
     "operator/kvstrata_operator/decide/operations/operations.py": {
         "OperationNodes.names": "chosen.names",

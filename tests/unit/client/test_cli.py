@@ -121,7 +121,7 @@ REQUIRED = {
     "calibrate": ("file",),
 }
 """What each command needs, in the words of its error; every other one can do something without options."""
-NEED_NOTHING = {"status", "top", "tenants", "support-bundle", "fleet", "doctor", "conformance", "docs"}
+NEED_NOTHING = {"status", "top", "tenants", "models", "support-bundle", "fleet", "doctor", "conformance", "docs"}
 
 
 def test_every_command_says_whether_it_needs_options() -> None:

@@ -1,4 +1,4 @@
-"""`kvstrata status` and `tenants`: what is declared, what became of it, and an exit status for scripts."""
+"""`kvstrata status`, `tenants` and `models`: what is declared, what became of it, and an exit status for scripts."""
 
 import json
 from datetime import UTC, datetime
@@ -76,7 +76,15 @@ def cluster() -> list[Json]:
                  conditions=[says("Progressing", "Running")]),
         declared("KVOperation", "done", {"type": "Flush", "poolRef": "demo"}, state="Complete",
                  conditions=[says("Complete", "Done")]),
+        weights("llama", "v2", [says("Staged", "Staging", "False", "1 of 2 nodes have revision v2")]),
     ]  # fmt: skip
+
+
+def weights(name: str, revision: str, conditions: list[Json], **stated: Any) -> Json:
+    spec = {"poolRef": "demo", "source": {"url": "s3://m/llama"}, "revision": revision}
+    stated = {"sizeBytes": 3 * GIB, "summary": "1/2 nodes, 75%", "nodesInUse": 1, "tier": "nvme", **stated}
+    made = declared("KVModelCache", name, spec, conditions=conditions, **stated)
+    return made | {"metadata": made["metadata"] | {"uid": f"uid-{name}"}}
 
 
 PARTS = [deployment("kvstrata-operator", 1, 1), deployment("kvstrata-metadata", 2, 2), lease("n0"), lease("n1")]
@@ -186,3 +194,44 @@ def test_a_process_outside_of_the_chart_is_known_by_its_leader_s_lease(shown: An
     held["renewTime"] = LONG_AGO
     code, out = shown("status")
     assert (code, out.splitlines()[0]) == (1, "kvstrata-system: none")
+
+
+def test_weights_are_listed_with_what_is_missing(shown: Any) -> None:
+    code, out = shown("models")
+
+    head, row = out.splitlines()
+    assert head.split() == ["MODEL", "POOL", "REVISION", "SIZE", "NODES", "STATE", "IN", "USE"]
+    assert row.split() == ["llama", "demo", "v2", "3Gi", "1/2", "nodes,", "75%", "Staging", "1"]
+    assert code == 1
+    assert "llama  demo" in shown("status")[1]
+
+
+def test_one_of_them_is_told_node_by_node(shown: Any) -> None:
+    stranger = {"name": "llama", "uid": "uid-before", "revision": "v0", "state": "Staged"}
+    for subject in shown.objects:
+        if subject["kind"] == "KVPoolNode" and subject["spec"]["nodeName"] == "n1":
+            sizes = {"sizeBytes": 4 * GIB, "stagedBytes": GIB, "peerBytes": GIB}
+            report: Json = {
+                "name": "llama",
+                "uid": "uid-llama",
+                "revision": "v2",
+                "state": "Staging",
+                "reason": "Retrying",
+            }
+            report |= sizes | {"path": "/d/kvstrata-models/llama/v2"}
+            subject["status"]["models"] = [stranger, report]
+    code, out = shown("models", "llama")
+
+    lines = out.splitlines()
+    row = ["n1", "v2", "Staging", "Retrying", "1Gi", "(25", "%)", "0", "1Gi", "0", "no", "/d/kvstrata-models/llama/v2"]
+    assert (code, lines[-1].split()) == (1, row)
+    assert "Staging: 1 of 2 nodes have revision v2" in lines
+    assert json.loads(shown("models", "llama", "-o", "json")[1])["nodes"][0]["peerBytes"] == GIB
+    assert shown("models", "-o", "name")[1] == "llama\n"
+    code, out = shown("models", "other")
+    assert (code, "the cluster has llama" in out) == (1, True)
+
+
+def test_weights_that_are_everywhere_are_a_success(shown: Any) -> None:
+    shown.objects[:] = [weights("llama", "v2", [says("Staged", "Staged")], summary="2/2 nodes")]
+    assert shown("models")[0] == 0

@@ -70,7 +70,7 @@ def test_only_histograms_have_buckets_and_theirs_rise(metric: Metric) -> None:
 def test_known_values_are_of_labels_of_what_counts(metric: Metric) -> None:
     if metric.values is not None:
         assert metric.kind is not Kind.GAUGE
-        assert set(metric.values) == set(metric.labels) - {"pool", "node", "tier"}
+        assert set(metric.values) == set(metric.labels) - {"pool", "node", "tier", "model"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.policy.pathology import Pathology
 from kvstrata_agent.policy.removal import Removal
+from kvstrata_agent.weights.plan import Fault
 from kvstrata_api.reasons import REASONS, Reason, Weight, find, stated
 from kvstrata_api.schema_kinds import BY_NAME
 from kvstrata_api.shares import Refusal
@@ -32,6 +33,7 @@ ENUMS: dict[type, str] = {
     dax_verdict.Reason: "DevicePresent",
     DirectoryState: "MetadataAvailable",
     Pathology: "CacheEffective",
+    Fault: "ModelsStaged",
     Refusal: "ReadersAgreed",
     Exclusion: "Provisioned",
 }

@@ -4,6 +4,7 @@ Only `measure_room` asks a file system; everything else is pure.
 """
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ def measure_room(path: Path) -> DirectoryRoom | None:
     try:
         nearest = next(p for p in (path, *path.parents) if p.exists())
         status = os.statvfs(nearest)
-        own_bytes = sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) if path.exists() else 0
+        found = (f.lstat() for f in path.rglob("*"))
+        own = {status.st_ino: status.st_blocks * 512 for status in found if stat.S_ISREG(status.st_mode)}
+        own_bytes = sum(own.values())  # A file may have several names: weights that two revisions have alike.
         return DirectoryRoom(nearest.stat().st_dev, status.f_bavail * status.f_frsize, own_bytes)
     except (OSError, StopIteration):
         return None

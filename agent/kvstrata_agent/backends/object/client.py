@@ -303,6 +303,11 @@ class ObjectClient:
 
     async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
         """Path and size of every object below `prefix`, in the store's order."""
+        async for path, size_bytes, _ in self.marked(prefix):
+            yield path, size_bytes
+
+    async def marked(self, prefix: str) -> AsyncIterator[tuple[str, int, str]]:
+        """The same, and what of an object is another one once it was replaced: entity tag, or time of its change."""
         stream = obstore.list(self._store, prefix, chunk_size=_DELETE_BATCH)
         while True:
             async with self._guard("list", prefix):
@@ -311,7 +316,7 @@ class ObjectClient:
                 except StopAsyncIteration:
                     return
             for meta in chunk:
-                yield meta["path"], meta["size"]
+                yield meta["path"], meta["size"], meta["e_tag"] or str(meta["last_modified"])
 
     @asynccontextmanager
     async def _guard(self, verb: str, path: str) -> AsyncIterator[None]:

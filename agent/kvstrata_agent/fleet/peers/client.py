@@ -60,6 +60,31 @@ class Taken:
     """CamelCase cause when that is not all."""
 
 
+@dataclass(frozen=True, slots=True)
+class PeerHolding:
+    """What an agent has of one revision of a model."""
+
+    digest: str = ""
+    """Of its listing; empty while it has none."""
+    listing_bytes: int = 0
+    """Of the encoded listing."""
+    staged_bytes: int = 0
+    """Bytes of files that it has so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPlace:
+    """Where bytes of a model begin."""
+
+    model: str
+    revision: str
+    digest: str
+    """Of the listing that this speaks of."""
+    file: int
+    """Number of the file in it; -1 for the listing itself."""
+    offset: int
+
+
 class Link:
     """An authenticated connection. Every question raises `AgentAwayError` when the owner does not answer it."""
 
@@ -151,6 +176,31 @@ class Link:
                 return await self._ask(question, wire.Taken)
         except TimeoutError as e:
             raise AgentAwayError(f"no answer to an offer for {OFFER_TIMEOUT_S} s") from e
+
+    async def weights_held(self, model: str, revision: str) -> wire.WeightsHeld:
+        """Ask what the owner has of a revision of a model."""
+        question = wire.Weights(next(self._ids), model, revision)
+        try:
+            async with asyncio.timeout(TRACE_TIMEOUT_S):
+                return await self._ask(question, wire.WeightsHeld)
+        except TimeoutError as e:
+            raise AgentAwayError(f"owner of weights did not answer for {TRACE_TIMEOUT_S} s") from e
+
+    async def read_weights(self, at: WeightsPlace, into: memoryview) -> None:
+        """Fill `into` with bytes of a model. Nothing is verified.
+
+        Nothing more is written when this has returned, failed or been cancelled.
+        """
+        place = (at.model, at.revision, at.digest, at.file, at.offset)
+        question = wire.ReadWeights(next(self._ids), *place, len(into))
+        self._targets[question.id] = {0: into}
+        try:
+            async with asyncio.timeout(OFFER_TIMEOUT_S):
+                await self._ask(question, wire.Done)
+        except TimeoutError as e:
+            raise AgentAwayError(f"weights did not come for {OFFER_TIMEOUT_S} s") from e
+        finally:
+            del self._targets[question.id]
 
     async def end(self, leases: tuple[int, ...]) -> None:
         """End leases."""

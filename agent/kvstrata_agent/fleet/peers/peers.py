@@ -23,9 +23,10 @@ from kvstrata_agent.cache.ports import Follow, Followed, Wanted
 from kvstrata_agent.codec.base import UNENCODED
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
-from kvstrata_agent.fleet.peers.client import Link, Offer, Taken, open_link
+from kvstrata_agent.fleet.peers.client import Link, Offer, PeerHolding, Taken, WeightsPlace, open_link
 from kvstrata_agent.fleet.peers.lender import Placed
 from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Transport
+from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, LayoutId, unpack_digests
 from kvstrata_api.errors import AgentAwayError, KvStrataError
 from kvstrata_api.units import MIB
@@ -166,6 +167,30 @@ class RemotePeers:
             _log.info("offer not answered", extra={"peer": agent, "error": str(e)})
             return None
         return Taken(min(answer.count, len(offer.digests)), answer.reason)
+
+    async def weights_held(self, node: str, model: str, revision: str) -> PeerHolding:
+        """What the agent of a node of this pool has of a model. Raises a `KvStrataError` when it does not answer."""
+        held = await (await self._link_to(node)).weights_held(model, revision)
+        return PeerHolding(held.digest, held.listing_bytes, held.staged_bytes)
+
+    async def read_weights(self, node: str, at: WeightsPlace, into: memoryview) -> None:
+        """Fill `into` with what the agent of a node has there. Nothing is verified.
+
+        Raises a `KvStrataError` when it does not come; nothing is written once this has returned or failed.
+        """
+        await (await self._link_to(node)).read_weights(at, into)
+
+    async def _link_to(self, node: str) -> Link:
+        """Connection to the agent of a node of this pool, of which the directory may not know yet."""
+        agent = names.pool_node_name(self._labels["pool"], node)
+        link = _opened(self._links.get(agent))
+        if link is not None and link.is_usable:
+            return link
+        found = await self.find(agent) if self.find is not None else None
+        if found is None:
+            raise AgentAwayError(f"nobody knows where agent {agent} is")
+        self._found[agent] = found
+        return await self._link(Location(agent, found.epoch, "", 0, 0))
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""

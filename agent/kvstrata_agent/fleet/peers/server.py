@@ -20,7 +20,7 @@ from kvstrata_agent.blocks.handovers import Growing, Stage
 from kvstrata_agent.cache.ports import Follow
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
-from kvstrata_agent.fleet.peers.client import Offer, Taken
+from kvstrata_agent.fleet.peers.client import Offer, PeerHolding, Taken, WeightsPlace
 from kvstrata_agent.fleet.peers.connection import HANDSHAKE_S, READ_AHEAD_BYTES, PeerTls, Stream, frame_within
 from kvstrata_agent.fleet.peers.lender import HandoverSource, Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader, address_of, answer_of
@@ -94,6 +94,16 @@ class Adopter(Protocol):
         """Fetch what is offered and bring it to its tier, within the rights and quotas of its tenant."""
 
 
+class WeightsOwner(Protocol):
+    """What the peer listener needs to send weights of models."""
+
+    def held(self, model: str, revision: str) -> PeerHolding | None:
+        """What is here of a revision; None for nothing."""
+
+    async def read(self, at: WeightsPlace, size_bytes: int) -> memoryview:
+        """So many bytes from there on. Raises a `KvStrataError` when they are not here (yet)."""
+
+
 class PeerListener:
     """Listens from construction on, so that the address can be announced; answers from `serve` on."""
 
@@ -105,6 +115,8 @@ class PeerListener:
         self._open: TaskSet[None] = TaskSet()
         self.adopter: Adopter | None = None
         """What takes blocks of other pools over; set before `serve`, or none are."""
+        self.weights: WeightsOwner | None = None
+        """Weights that other agents may have; set before `serve`, or they have none."""
 
     @property
     def address(self) -> str:
@@ -123,7 +135,7 @@ class PeerListener:
         handovers: HandoverSource | None = None,
     ) -> None:
         """Begin to answer. `tls` is None in simulated networks alone; without `handovers` only whole blocks go."""
-        owner = _Owner(me, lender, verify, nixl, tls, handovers, self.adopter)
+        owner = _Owner(me, lender, verify, nixl, tls, handovers, self.adopter, self.weights)
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             # Not a coroutine, whose task would be asyncio's: until 3.12 it reports one that is cancelled as a failure.
@@ -161,6 +173,7 @@ class _Owner:
     tls: PeerTls | None
     handovers: HandoverSource | None
     adopter: Adopter | None
+    weights: WeightsOwner | None
 
 
 class _Conversation:
@@ -170,6 +183,7 @@ class _Conversation:
         self._stream = stream
         self._me, self._lender, self._verify = owner.me, owner.lender, owner.verify
         self._nixl, self._tls, self._handovers, self._adopter = owner.nixl, owner.tls, owner.handovers, owner.adopter
+        self._weights = owner.weights
         self._lent: dict[int, Lent] = {}
         self._gate = asyncio.Semaphore(QUESTIONS_MAX)
         self._followers = asyncio.Semaphore(FOLLOWERS_MAX)
@@ -237,6 +251,10 @@ class _Conversation:
                         await self._trace(question)
                     case wire.Offer() if self._adopter is not None:
                         await self._adopt(self._adopter, question)
+                    case wire.Weights() if self._weights is not None:
+                        await self._hold(self._weights, question)
+                    case wire.ReadWeights() if self._weights is not None:
+                        await self._send_weights(self._weights, question)
                     case wire.Follow() if self._handovers is not None:
                         await _send_parts(self._stream, self._handovers, self._me.epoch, question)
                     case _:
@@ -262,6 +280,18 @@ class _Conversation:
         offer = Offer(*place, tuple(unpack_digests(asked.digests)), asked.before, asked.tier)
         taken = await adopter.adopt(offer)
         await self._stream.send(wire.Taken(asked.id, taken.count, taken.reason))
+
+    async def _hold(self, weights: WeightsOwner, asked: wire.Weights) -> None:
+        held = weights.held(asked.model, asked.revision) or PeerHolding()
+        await self._stream.send(wire.WeightsHeld(asked.id, held.digest, held.listing_bytes, held.staged_bytes))
+
+    async def _send_weights(self, weights: WeightsOwner, asked: wire.ReadWeights) -> None:
+        place = WeightsPlace(asked.model, asked.revision, asked.digest, asked.file, asked.offset)
+        piece = await weights.read(place, asked.size_bytes)
+        for offset in range(0, len(piece), wire.CHUNK_BYTES_MAX):
+            part = piece[offset : offset + wire.CHUNK_BYTES_MAX]
+            await self._stream.send(wire.Chunk(asked.id, 0, offset, len(part)), part)
+        await self._stream.send(wire.Done(asked.id))
 
     async def _lend(self, question: wire.Lend) -> None:
         keys = [BlockKey(ScopeId(question.scope), digest) for digest in unpack_digests(question.digests)]

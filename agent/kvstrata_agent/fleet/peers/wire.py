@@ -30,6 +30,8 @@ REASON_CHARS_MAX: Final = 64
 BLOCK_BYTES_MAX: Final = 1 << 30
 """No layout comes near it."""
 LENGTH_BYTES: Final = 4
+WEIGHTS_BYTES_MAX: Final = 64 << 20
+"""Of weights, or of a listing of them, in one answer."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -212,6 +214,35 @@ class Taken(Message, frozen=True, array_like=True, tag=True):
     """Why not all; CamelCase, empty when all are."""
 
 
+class Weights(Message, frozen=True, array_like=True, tag=True):
+    """Ask what an agent has of one revision of a model."""
+
+    model: str
+    revision: str
+
+
+class WeightsHeld(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Weights; all empty where it has nothing."""
+
+    digest: str
+    """Of its listing of all files."""
+    listing_bytes: int
+    staged_bytes: int
+
+
+class ReadWeights(Message, frozen=True, array_like=True, tag=True):
+    """Ask for bytes of a model's files; they come in chunks of lease 0, and are not verified by the owner."""
+
+    model: str
+    revision: str
+    digest: str
+    """Of the listing that the question speaks of: files of another one are refused."""
+    file: int
+    """Number of the file in that listing; -1 for the listing itself."""
+    offset: int
+    size_bytes: int
+
+
 class End(Message, frozen=True, array_like=True, tag=True):
     """End leases; there is no answer."""
 
@@ -228,8 +259,8 @@ class Refused(Message, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Question = Hello | Describe | Lend | Pull | Follow | Trace | Offer | End
-Answer = Welcome | Described | Lending | Chunk | Followed | Traced | Taken | Done | Refused
+Question = Hello | Describe | Lend | Pull | Follow | Trace | Offer | Weights | ReadWeights | End
+Answer = Welcome | Described | Lending | Chunk | Followed | Traced | Taken | WeightsHeld | Done | Refused
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _questions: Final = msgspec.msgpack.Decoder(Question)
@@ -265,15 +296,24 @@ def decode_question(body: bytes) -> Question:
         raise InvalidInputError(f"traceparent of {len(question.traceparent)} characters, limit {TRACEPARENT_CHARS}")
     if isinstance(question, Follow):
         _check_progress(question)
-    if isinstance(question, Trace):
-        _check_trace(question)
-    if isinstance(question, Offer):
-        _check_offer(question)
+    _check_places(question)
     if isinstance(question, Hello) and len(question.token) > TOKEN_CHARS_MAX:
         raise InvalidInputError(f"token of {len(question.token)} characters, limit {TOKEN_CHARS_MAX}")
     if isinstance(question, Pull) and len(question.leases) > KEYS_MAX:
         raise InvalidInputError(f"pull of {len(question.leases)} blocks, limit {KEYS_MAX}")
     return question
+
+
+def _check_places(question: Question) -> None:
+    match question:
+        case Trace():
+            _check_trace(question)
+        case Offer():
+            _check_offer(question)
+        case Weights() | ReadWeights():
+            _check_weights(question)
+        case _:
+            pass
 
 
 def _check_keys(asked: Lend | Follow | Offer) -> None:
@@ -312,6 +352,19 @@ def _check_offer(offer: Offer) -> None:
         raise InvalidInputError(f"{found}: 1 to {TIER_CHARS_MAX} wanted, and {TIER_CHARS_MAX} at most")
 
 
+def _check_weights(asked: Weights | ReadWeights) -> None:
+    if max(len(asked.model), len(asked.revision)) > TIER_CHARS_MAX:
+        found = f"model of {len(asked.model)} characters, revision of {len(asked.revision)}"
+        raise InvalidInputError(f"{found}: {TIER_CHARS_MAX} at most")
+    if isinstance(asked, ReadWeights) and not (
+        0 < asked.size_bytes <= WEIGHTS_BYTES_MAX and asked.offset >= 0 and asked.file >= -1
+    ):
+        raise InvalidInputError(
+            f"{asked.size_bytes} B from {asked.offset} of file {asked.file}: 1 to {WEIGHTS_BYTES_MAX} B, from 0 or "
+            "more, of file -1 or more wanted"
+        )
+
+
 def decode_answer(body: bytes) -> Answer:
     """Read an answer. Raises `InvalidInputError` with what is wrong with it."""
     try:
@@ -320,6 +373,8 @@ def decode_answer(body: bytes) -> Answer:
         raise InvalidInputError(f"malformed answer: {e}") from e
     if isinstance(answer, Chunk) and not 0 < answer.size_bytes <= CHUNK_BYTES_MAX:
         raise InvalidInputError(f"chunk of {answer.size_bytes} B, limit {CHUNK_BYTES_MAX} B")
+    if isinstance(answer, WeightsHeld) and not 0 <= answer.listing_bytes <= WEIGHTS_BYTES_MAX:
+        raise InvalidInputError(f"listing of {answer.listing_bytes} B, limit {WEIGHTS_BYTES_MAX} B")
     if isinstance(answer, Followed) and not _is_even(answer):
         raise InvalidInputError("followed blocks with fields of different lengths")
     if isinstance(answer, Traced) and not _is_chain(answer):

@@ -15,7 +15,9 @@ _QUIET_TYPES: Final = frozenset({"Progressing", "Provisioned"})
 _EVENT_REASONS: Final = frozenset({"ProgressDeadlineExceeded"})
 """Reasons of those types that nothing else reports."""
 
-PASSING: Final = frozenset({"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling"})
+PASSING: Final = frozenset(
+    {"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling", "Staging"}
+)
 """Reasons of bad news that healthy objects pass through."""
 
 

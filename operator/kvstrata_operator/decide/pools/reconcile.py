@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import DrainSpec, KVPool
-from kvstrata_api.models.poolnode import KVPoolNodeSpec, NodeDrain, NodeOrder
+from kvstrata_api.models.poolnode import KVPoolNodeSpec, ModelOrder, NodeDrain, NodeOrder
 from kvstrata_operator.decide.plan.actions import Action, Apply, Create, Delete, Merge, Note
 from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.observe.kinds import (
@@ -28,6 +28,7 @@ from kvstrata_operator.observe.kinds import (
     pool_node_labels,
     pool_node_ref,
 )
+from kvstrata_operator.observe.parse import model_digest
 from kvstrata_operator.observe.records import Declared, DrainSeen, PoolNodeSeen
 
 NO_DRAIN: Final = DrainSeen()
@@ -58,6 +59,20 @@ class Wants:
 
 
 _NOTHING: Final = Wants()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWant:
+    """Weights that nodes are to have."""
+
+    order: ModelOrder
+    """The same for each of them, but for its peers."""
+    digest: str
+
+    @classmethod
+    def of(cls, order: ModelOrder) -> "ModelWant":
+        """Name an order by its content."""
+        return cls(order, model_digest(order.to_json()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +178,18 @@ def _is_drain_right(seen: PoolNodeSeen, stays: Stays) -> bool:
     return seen.drain == drain if drain.requested else not seen.drain.requested or seen.node in stays.holds.draining
 
 
-def is_plain(placement: Placement, seen: PoolNodeSeen) -> bool:
-    """True when a KVPoolNode's spec is what it should be where nobody wants or holds anything besides."""
-    return placement.is_current(seen) and not seen.drain.requested and not seen.orders
+def is_plain(placement: Placement, seen: PoolNodeSeen, models: Sequence[ModelWant] = ()) -> bool:
+    """True when a KVPoolNode's spec is what it should be where no KVOperation wants or holds anything besides."""
+    is_idle = not seen.drain.requested and not seen.orders
+    return placement.is_current(seen) and is_idle and has_models(seen, models)
+
+
+def has_models(seen: PoolNodeSeen, models: Sequence[ModelWant]) -> bool:
+    """True when a KVPoolNode has exactly these orders for weights."""
+    return seen.models == {want.order.uid: want.digest for want in models}
 
 
 def _is_ordered(seen: PoolNodeSeen, wanted: Wants) -> bool:
-    """True when a KVPoolNode has the orders that it should have; what an operation wants never changes."""
     return set(seen.orders) == {order.uid for order in wanted.orders}
 
 
@@ -185,6 +205,20 @@ class Stands:
     seen: Mapping[str, PoolNodeSeen]
     """The pool's KVPoolNodes by node name."""
     difference: Difference
+    models: Mapping[str, tuple[ModelWant, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Weights that KVModelCaches want, by node name; nothing where a node is absent."""
+    peers: Callable[[ModelOrder, str], tuple[str, ...]] = field(default=lambda _order, _node: ())
+    """Nodes that the agent of a node asks for weights. Set with an order and not changed for themselves: where one is
+    gone, the agent reads the source."""
+
+    def model_orders(self, node: str) -> tuple[ModelOrder, ...]:
+        """Orders for weights of one node."""
+        orders = [want.order for want in self.models.get(node, ())]
+        return tuple(order.model_copy(update={"peers": self.peers(order, node)}) for order in orders)
+
+    def is_ordered(self, seen: PoolNodeSeen, wanted: Wants) -> bool:
+        """True when a KVPoolNode has the orders that it should have; what an operation wants never changes."""
+        return _is_ordered(seen, wanted) and has_models(seen, self.models.get(seen.node, ()))
 
 
 def reconcile(
@@ -204,11 +238,11 @@ def reconcile(
     doubtful = sorted(n for n in difference.outdated | stays.nodes if n in placement.nodes and n in seen)
     outdated = [n for n in doubtful if not _is_as_it_stays(placement, seen[n], stays)]
     changed = [node for node in outdated if not seen[node].is_deleting]
-    reordered = [n for n in sorted(set(doubtful) - set(outdated)) if not _is_ordered(seen[n], stays.of(n))]
+    reordered = [n for n in sorted(set(doubtful) - set(outdated)) if not stands.is_ordered(seen[n], stays.of(n))]
     return (
         *_with_event(pool, "WithdrawingNodes", retire(leaving, drain_order(pool), alive(leaving), now)),
-        *_with_event(pool, "ChangingNodes", tuple(_change(pool, placement, seen[node], stays) for node in changed)),
-        *(_reorder(seen[node], stays.of(node)) for node in reordered),
+        *_with_event(pool, "ChangingNodes", tuple(_change(pool, stands, seen[node], stays) for node in changed)),
+        *(_reorder(seen[node], stays.of(node), stands) for node in reordered),
         *_with_event(pool, "CreatingNodes", _creates(pool, placement, sorted(difference.absent))),
     )
 
@@ -270,7 +304,12 @@ def drain_deadlines(nodes: Iterable[PoolNodeSeen]) -> list[datetime | None]:
 
 
 def _body(
-    pool: ObjectMeta, placement: Placement, node: str, drain: DrainSeen, orders: Iterable[NodeOrder] = ()
+    pool: ObjectMeta,
+    placement: Placement,
+    node: str,
+    drain: DrainSeen,
+    orders: Iterable[NodeOrder] = (),
+    models: Iterable[ModelOrder] = (),
 ) -> dict[str, Any]:
     """Return the whole KVPoolNode without status."""
     spec = KVPoolNodeSpec(
@@ -280,6 +319,7 @@ def _body(
         revision=placement.revision,
         drain=NodeDrain.model_validate({"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}),
         orders=tuple(orders),
+        models=tuple(models),
     )
     labels = pool_node_labels(placement.pool, node)
     metadata = {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}
@@ -297,11 +337,6 @@ def _drain_body(drain: DrainSeen) -> dict[str, Any]:
     return {"spec": {"drain": {"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}}}
 
 
-def _orders_body(orders: Iterable[NodeOrder]) -> dict[str, Any]:
-    """Return a merge patch that sets what KVOperations want of a node and leaves the rest as it is."""
-    return {"spec": {"orders": [order.to_json() for order in orders]}}
-
-
 def _creates(pool: Declared[KVPool], placement: Placement, nodes: Sequence[str]) -> tuple[Action, ...]:
     if not nodes:
         return ()
@@ -313,15 +348,22 @@ def _creates(pool: Declared[KVPool], placement: Placement, nodes: Sequence[str])
     )
 
 
-def _reorder(node: PoolNodeSeen, wants: Wants) -> Action:
-    return Merge(Ref(POOL_NODE, node.key), node.pool, body=_orders_body(wants.orders))
+def _reorder(node: PoolNodeSeen, wants: Wants, stands: Stands) -> Action:
+    """Set what KVOperations and KVModelCaches want of a node, where it is not so, and leave the rest as it is."""
+    spec: dict[str, Any] = {}
+    if not _is_ordered(node, wants):
+        spec["orders"] = [order.to_json() for order in wants.orders]
+    if not has_models(node, stands.models.get(node.node, ())):
+        spec["models"] = [order.to_json() for order in stands.model_orders(node.node)]
+    return Merge(Ref(POOL_NODE, node.key), node.pool, body={"spec": spec})
 
 
-def _change(pool: Declared[KVPool], placement: Placement, seen: PoolNodeSeen, stays: Stays) -> Action:
-    ref, drain = Ref(POOL_NODE, seen.key), _drain_of(seen, stays)
+def _change(pool: Declared[KVPool], stands: Stands, seen: PoolNodeSeen, stays: Stays) -> Action:
+    ref, drain, placement = Ref(POOL_NODE, seen.key), _drain_of(seen, stays), stands.placement
     if seen.node in stays.holds.unchanged:
         return Merge(ref, placement.pool, body=_drain_body(drain))
-    body = _body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders)
+    orders = stays.of(seen.node).orders
+    body = _body(pool.meta, placement, seen.node, drain, orders, stands.model_orders(seen.node))
     return Apply(ref, placement.pool, body=body)
 
 

@@ -1,0 +1,1 @@
+"""Weights of models on this node: staged from a source or from other agents, verified, and evicted for KV when idle."""

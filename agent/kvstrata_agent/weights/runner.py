@@ -1,0 +1,533 @@
+"""Carries out what KVModelCaches want of this node, and reports how far it has come. One budget with KV.
+
+Level-triggered, as orders are: what is declared is staged, what no order names goes once nobody uses it, and what was
+evicted for the order that stands stays away. Staging, eviction and KV share the tier's capacity: bytes of weights are
+set aside from KV before the first of them is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.backends.threads import in_thread
+from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
+from kvstrata_agent.policy.operations import MESSAGE_CHARS_MAX
+from kvstrata_agent.weights.folder import ModelFolder, read_at
+from kvstrata_agent.weights.plan import Cause, Fault, Resident, plan_for_kv, plan_room
+from kvstrata_agent.weights.source import open_source
+from kvstrata_agent.weights.staging import Origin, Staging, Wanted
+from kvstrata_api.directories import directories_of
+from kvstrata_api.errors import (
+    AgentAwayError,
+    BackendFailedError,
+    BlockCorruptError,
+    InvalidInputError,
+    KvStrataError,
+    RetryableError,
+    UnsupportedError,
+)
+from kvstrata_api.models.poolnode import MODELS_MAX, ModelReport
+from kvstrata_api.tiers import TierType
+from kvstrata_kube.tasks import cancel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from kvstrata_agent.backends.registry import ReadSecret
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.movement.scheduler import MoveScheduler
+    from kvstrata_agent.provision.provisioner import Provisioner
+    from kvstrata_agent.weights.folder import Revision
+    from kvstrata_agent.weights.source import Source
+    from kvstrata_agent.weights.staging import WeightPeers
+    from kvstrata_api.models.poolnode import ModelOrder
+
+TEND_S: Final = 2.0
+"""Polling interval of who uses what, and of KV that wants room. Asking takes microseconds for each file."""
+STAGINGS_MAX: Final = 2
+"""Models that are staged at once; others wait."""
+RETRY_S: Final = 5.0
+"""After a first failure; twice as long after each further one."""
+RETRY_S_MAX: Final = 300.0
+ROOM_POLL_INTERVAL_S: Final = 0.1
+"""Polling interval of KV that leaves; the sweep that moves it comes round as often."""
+SOURCE_PATH: Final = "source"
+"""Where bytes come from on a node without a memory tier."""
+LEFT_WEIGHT: Final = 100
+"""Of a revision that no order names any more."""
+
+_log = logging.getLogger(__name__)
+
+
+class _RefusedError(Exception):
+    """What keeps a model from being staged now, with its reason in the report."""
+
+    def __init__(self, reason: Fault, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Run:
+    """One order."""
+
+    order: ModelOrder
+    report: ModelReport
+    task: asyncio.Task[None] | None = None
+    """None for what was evicted before this agent started."""
+    staging: Staging | None = None
+    """Under way."""
+    reserved_bytes: int = 0
+    """Of the tier, for files on their way."""
+    counted: dict[Origin, int] = field(default_factory=dict)
+    """Bytes that the metrics know of."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.order.name, self.order.revision
+
+
+class Models:
+    """The weights of one node."""
+
+    def __init__(
+        self,
+        node: Node,
+        scheduler: MoveScheduler,
+        provisioner: Provisioner,
+        read_secret: ReadSecret | None = None,
+        peers: WeightPeers | None = None,
+        *,
+        closed: Sequence[Path] = (),
+    ) -> None:
+        """Nothing is read before `follow`. Folders `closed`, and those of tiers, are no source of weights."""
+        self._closed = tuple(closed)
+        self._node = node
+        self._scheduler = scheduler
+        self._provisioner = provisioner
+        self._read_secret = read_secret
+        self._peers = peers
+        self._folders: dict[str, ModelFolder] = {}
+        self._errors: dict[str, str] = {}
+        """Why a tier has no folder."""
+        self._runs: dict[str, _Run] = {}
+        self._refused: tuple[ModelReport, ...] = ()
+        self._in_use: dict[tuple[str, str], bool] = {}
+        self._gate = asyncio.Semaphore(STAGINGS_MAX)
+        self._room = asyncio.Lock()
+        """One decision on the room of tiers at a time."""
+
+    async def follow(
+        self, wanted: Iterable[ModelOrder], stored: Iterable[ModelReport] = (), refused: Iterable[ModelReport] = ()
+    ) -> None:
+        """Begin what is new and end what is wanted no more. Waits for no staging.
+
+        `stored` is what the API server holds: what it calls evicted for the same generation stays away. `refused` are
+        reports on orders that cannot be read.
+        """
+        self._refused = tuple(refused)
+        orders = {order.name: order for order in wanted}
+        await self._open_folders({order.tier for order in orders.values()})
+        gone = [run for name, run in self._runs.items() if name not in orders or _is_other(run.order, orders[name])]
+        await cancel([run.task for run in gone if run.task is not None])
+        for run in gone:
+            del self._runs[run.order.name]
+            self._node.counters.forget("kvstrata_model_staged_bytes", model=run.order.name)
+        before = {r.name: r for r in stored}
+        for name, order in orders.items():
+            if name in self._runs:
+                await self._follow_order(self._runs[name], order)
+            else:
+                self._begin(order, before.get(name))
+        if gone or not self._runs:
+            await self._drop_unwanted()
+        await self._settle()
+
+    async def _follow_order(self, run: _Run, order: ModelOrder) -> None:
+        """Go on under an order that differs in nothing that was begun; its digest may be known only now."""
+        before, run.order = run.order.digest, order
+        if order.digest == before or order.digest is None:
+            return
+        if run.staging is not None:
+            run.staging.wanted = replace(run.staging.wanted, digest=order.digest)
+        elif run.report.state == "Staged" and run.report.digest != order.digest and run.task is not None:
+            await cancel([run.task])
+            self._begin(order, None)
+
+    def _begin(self, order: ModelOrder, stored: ModelReport | None) -> None:
+        fields = {"name": order.name, "uid": order.uid, "generation": order.generation, "revision": order.revision}
+        is_same = stored is not None and (stored.uid, stored.revision) == (order.uid, order.revision)
+        if stored is not None and is_same and stored.state == "Staged":  # Where it came from stays true.
+            fields |= {name: getattr(stored, name) for name in ("source_bytes", "peer_bytes", "shared_bytes")}
+        self._node.counters.begin_model(order.name)
+        run = self._runs[order.name] = _Run(order, ModelReport(state="Staging", **fields))
+        folder = self._folders.get(order.tier)
+        is_absent = folder is None or run.key not in folder.revisions
+        is_evicted = stored is not None and is_same and stored.state == "Evicted" and is_absent
+        if stored is not None and is_evicted and stored.generation == order.generation:
+            run.report = stored
+            return
+        run.task = asyncio.create_task(self._carry_out(run), name=f"model {order.name}")
+
+    async def _open_folders(self, wanted: set[str]) -> None:
+        """Take up the folders of tiers that are up, and let go of those of tiers that are not."""
+        tiers = {t.name: t for t in self._node.tiers if t.spec.type is TierType.NVME}
+        roots = {name: Path(t.spec.nvme.directories[0]) for name, t in tiers.items() if t.spec.nvme is not None}
+        for name in [n for n, folder in self._folders.items() if roots.get(n) != folder.root.parent]:
+            runs = [run for run in self._runs.values() if run.order.tier == name]
+            await cancel([run.task for run in runs if run.task is not None])
+            for run in runs:
+                del self._runs[run.order.name]
+            self._folders.pop(name).close()
+        for name in roots.keys() - self._folders.keys():
+            try:
+                folder = await in_thread(None, partial(_opened, roots[name], is_wanted=name in wanted))
+            except (OSError, InvalidInputError) as e:
+                self._errors[name] = str(e)
+                continue
+            if folder is not None:
+                self._folders[name] = folder
+                self._errors.pop(name, None)
+
+    async def _drop_unwanted(self) -> None:
+        """Remove files on their way that no order names."""
+        wanted = {run.key for run in self._runs.values()}
+        for folder in self._folders.values():
+            for key in set(await in_thread(None, folder.stagings)) - wanted:
+                await in_thread(None, partial(folder.drop_staging, *key))
+
+    async def close(self) -> None:
+        """Cancel what is under way and let go of the folders; files stay. Idempotent."""
+        await cancel([run.task for run in self._runs.values() if run.task is not None])
+        self._runs.clear()
+        for folder in self._folders.values():
+            folder.close()
+        self._folders.clear()
+
+    async def _carry_out(self, run: _Run) -> None:
+        """Stage until it is staged; a failure is reported and tried again, less and less often."""
+        pause_s = RETRY_S
+        while True:
+            try:
+                await self._stage(run)
+            except _RefusedError as e:
+                self._failed(run, e.reason, str(e))
+            except KvStrataError as e:
+                self._failed(run, _reason(e), str(e))
+                if isinstance(e, BlockCorruptError | InvalidInputError):
+                    await self._start_over(run)
+            except OSError as e:
+                reason = Fault.DISK_FULL if e.errno in _FULL else Fault.DISK_FAILED
+                self._failed(run, reason, f"{e.filename or run.order.tier}: {e.strerror or e}")
+            except Exception as e:  # noqa: BLE001  A task root: whatever it was, it is reported.
+                _log.exception("model failed", extra={"model": run.order.name})
+                self._failed(run, Fault.INTERNAL, repr(e))
+            else:
+                return
+            finally:
+                self._count(run)
+                run.staging, run.reserved_bytes = None, 0
+            await self._settle()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+    async def _start_over(self, run: _Run) -> None:
+        """Forget what was listed: the next try may find other files."""
+        folder = self._folders.get(run.order.tier)
+        if folder is not None:
+            await in_thread(None, partial(folder.drop_staging, *run.key))
+
+    def _failed(self, run: _Run, reason: Fault, message: str) -> None:
+        update = {"state": "Failed", "reason": reason.value, "message": message[:MESSAGE_CHARS_MAX]}
+        run.report = _progress(run).model_copy(update=update)
+        _log.warning("model not staged", extra={"model": run.order.name, "reason": reason, "cause": message})
+
+    async def _stage(self, run: _Run) -> None:
+        order, folder = run.order, self._folder(run.order.tier)
+        held = folder.revisions.get(run.key)
+        if held is not None and order.digest not in (None, held.digest):
+            if not await in_thread(None, partial(folder.remove, *run.key)):
+                raise _RefusedError(
+                    Fault.DIGEST_MISMATCH, f"{held.digest} is here and in use, {order.digest} is wanted"
+                )
+            held = None
+        if held is None:
+            wanted = Wanted(order.name, order.revision, order.digest or "")
+            run.staging = staging = Staging(
+                wanted,
+                folder,
+                partial(self._open_source, run),
+                partial(self._turn, run),
+                partial(self._reserve, run),
+                lambda: run.order.peers,
+                self._peers,
+            )
+            async with self._gate:
+                listing = await staging.run()
+            held = folder.revisions[run.key]
+            _log.info("model staged", extra={"model": order.name, "path": str(held.path), "bytes": listing.size_bytes})
+        run.report = _whole(_progress(run), held)
+        run.reserved_bytes = 0
+        await self._settle()
+
+    async def _open_source(self, run: _Run) -> Source:
+        tiers = [Path(d.path) for tier in self._node.tiers for d in directories_of(tier.spec)]
+        return await open_source(run.order.source, self._read_secret, (*self._closed, *tiers))
+
+    def _folder(self, name: str) -> ModelFolder:
+        """The folder of a tier. Raises `_RefusedError` where there is none."""
+        folder = self._folders.get(name)
+        if folder is not None:
+            return folder
+        tier = self._node.tier(name)
+        if tier is not None and tier.spec.type is not TierType.NVME:
+            raise _RefusedError(
+                Fault.UNSUPPORTED, f"tier {name} is {tier.spec.type.value}: weights are files of NVMe tiers"
+            )
+        raise _RefusedError(Fault.TIER_ABSENT, self._errors.get(name, f"tier {name} is not up on this node"))
+
+    def _turn(self, run: _Run, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Weights go where blocks go that are demoted to the tier, and share that path with them."""
+        memory = next((t.name for t in self._node.tiers if t.backend.capabilities.is_memory), SOURCE_PATH)
+        return self._scheduler.weights(memory, run.order.tier, run.order.name, run.order.weight, size_bytes)
+
+    async def _reserve(self, run: _Run, size_bytes: int) -> None:
+        """Make room for a model, and wait until KV has left it. Raises `_RefusedError` when that cannot be."""
+        name = run.order.tier
+        tier = self._node.tier(name)
+        if tier is None:
+            raise _RefusedError(Fault.TIER_ABSENT, f"tier {name} is not up on this node")
+        async with self._room:
+            granted_bytes = self._provisioner.granted_bytes(name)
+            left_bytes = granted_bytes - self._reserved(name)
+            residents = await self._residents(name)
+            room = plan_room(left_bytes, residents, size_bytes)
+            if room.is_too_large and size_bytes > granted_bytes - granted_bytes // 16:
+                raise _RefusedError(
+                    Fault.TOO_LARGE, f"{size_bytes} B in a tier of {granted_bytes} B, of which KV keeps 1/16"
+                )
+            if room.short_bytes:
+                raise _RefusedError(
+                    Fault.NO_ROOM, f"{size_bytes} B wanted, {room.short_bytes} B are missing beside others"
+                )
+            for victim in room.leaves:
+                await self._evict(name, victim, Cause.ROOM_FOR_MODEL)
+            run.reserved_bytes = size_bytes
+        await self._settle()
+        while tier.shrinking & tier.closing:
+            run.report = run.report.model_copy(update={"state": "Staging", "reason": "WaitingForRoom"})
+            await asyncio.sleep(ROOM_POLL_INTERVAL_S)
+        run.report = run.report.model_copy(update={"state": "Staging", "reason": "", "message": ""})
+
+    def _reserved(self, tier: str) -> int:
+        return sum(run.reserved_bytes for run in self._runs.values() if run.order.tier == tier)
+
+    async def _settle(self) -> None:
+        """Set aside from KV what models have, and are to have."""
+        for name, folder in self._folders.items():
+            sizes = await in_thread(None, folder.sizes)
+            await self._provisioner.set_aside(name, sum(sizes.values()) + self._reserved(name))
+
+    async def _residents(self, tier: str) -> list[Resident]:
+        """The revisions of a tier as they are now."""
+        folder = self._folders.get(tier)
+        if folder is None:
+            return []
+        sizes = await in_thread(None, folder.sizes)
+        found = []
+        for key, size_bytes in sizes.items():
+            is_used = await in_thread(None, partial(folder.is_in_use, *key))
+            if is_used is not None:
+                self._in_use[key] = is_used
+            idle_s = None if is_used in (None, True) else max(0.0, self._node.wall() - folder.used_at_s(*key))
+            run = self._runs.get(key[0])
+            is_wanted = run is not None and run.key == key
+            weight = run.order.weight if run is not None else LEFT_WEIGHT
+            idle_seconds = float(run.order.idle_seconds) if run is not None else 0.0
+            found.append(Resident(*key, size_bytes, weight, idle_seconds, idle_s, is_wanted))
+        self._in_use = {
+            key: used for key, used in self._in_use.items() if any(key in f.revisions for f in self._folders.values())
+        }
+        return found
+
+    async def tend(self) -> None:
+        """Note what is used, and remove what KV is to have the room of. One round."""
+        for name in tuple(self._folders):
+            async with self._room:
+                residents = await self._residents(name)
+                tier = self._node.tier(name)
+                if tier is None:
+                    continue
+                capacity_bytes = self._provisioner.granted_bytes(name) - self._reserved(name)
+                leaves = plan_for_kv(capacity_bytes, residents, kv_wants_room=self._wants_room(tier))
+                for victim in leaves:
+                    await self._evict(name, victim, Cause.ROOM_FOR_KV)
+            if leaves:
+                await self._settle()
+        for run in self._runs.values():
+            self._count(run)
+
+    def _wants_room(self, tier: Tier) -> bool:
+        """Whether KV has no free place in a tier, which is when places have a price."""
+        low = self._node.spec.policy.eviction.low_watermark_percent
+        return tier.fill_ratio * 100 >= low
+
+    async def _evict(self, tier: str, victim: Resident, reason: Cause) -> None:
+        folder = self._folders[tier]
+        key = victim.name, victim.revision
+        if not await in_thread(None, partial(folder.remove, *key)):
+            return  # Somebody has opened it just now.
+        reason = reason if victim.is_wanted else Cause.UNWANTED
+        self._node.counters.add("kvstrata_model_evicted_total", model=victim.name, reason=reason)
+        _log.info("model removed", extra={"model": victim.name, "revision": victim.revision, "reason": reason})
+        run = self._runs.get(victim.name)
+        if run is None or run.key != key:
+            return
+        message = f"unused for {victim.idle_s or 0.0:.0f} s, {victim.size_bytes} B given back"
+        update = {"state": "Evicted", "reason": reason.value, "message": message, "path": "", "in_use": False}
+        none = dict.fromkeys(("staged_bytes", "source_bytes", "peer_bytes", "shared_bytes"), 0)
+        run.report = run.report.model_copy(update={**update, **none})
+
+    def _count(self, run: _Run) -> None:
+        """Let the metrics know what has come since the last time."""
+        counters, name = self._node.counters, run.order.name
+        if run.staging is not None:
+            for origin, size_bytes in run.staging.progress.by_origin.items():
+                if origin is not Origin.KEPT:
+                    more = size_bytes - run.counted.get(origin, 0)
+                    counters.add("kvstrata_model_source_bytes_total", more, model=name, origin=origin.value)
+                    run.counted[origin] = size_bytes
+        else:
+            run.counted.clear()
+        counters.set("kvstrata_model_staged_bytes", _progress(run).staged_bytes, model=name)
+
+    def reports(self) -> tuple[ModelReport, ...]:
+        """One for each order, and one for each revision that is here without, exact."""
+        found = [self._seen(_progress(run), run.key) for run in self._runs.values()]
+        wanted = {run.key for run in self._runs.values()}
+        for folder in self._folders.values():
+            for key, held in folder.revisions.items():
+                if key not in wanted:
+                    fields = {"name": held.model, "uid": "", "revision": held.revision}
+                    found.append(self._seen(_whole(ModelReport(state="Staged", **fields), held), key))
+        return tuple(sorted([*found, *self._refused], key=lambda r: (r.name, r.revision))[: 2 * MODELS_MAX])
+
+    def _seen(self, report: ModelReport, key: tuple[str, str]) -> ModelReport:
+        return report.model_copy(update={"in_use": report.state == "Staged" and self._in_use.get(key, False)})
+
+    def held(self, model: str, revision: str) -> PeerHolding | None:
+        """What other agents may have of a revision; None where it is not here."""
+        for folder in self._folders.values():
+            if (held := folder.revisions.get((model, revision))) is not None:
+                return PeerHolding(held.digest, len(held.listing.encode()), held.listing.size_bytes)
+        run = self._runs.get(model)
+        return run.staging.held() if run is not None and run.key == (model, revision) and run.staging else None
+
+    async def read(self, at: WeightsPlace, size_bytes: int) -> memoryview:
+        """Bytes for another agent. Raises `AgentAwayError` when they are not here (yet)."""
+        key = at.model, at.revision
+        for folder in self._folders.values():
+            with folder.reading(*key) as held:
+                if held is not None and held.digest == at.digest:
+                    if at.file < 0:
+                        return _part(held.listing.encode(), at.offset, size_bytes)
+                    paths = [held.path / f.path for f in held.listing.files[at.file : at.file + 1]]
+                    return await _read(paths[0] if paths else None, at.offset, size_bytes)
+        run = self._runs.get(at.model)
+        staging = run.staging if run is not None and run.key == key else None
+        listing = staging.progress.listing if staging is not None else None
+        if staging is None or listing is None or listing.digest != at.digest:
+            raise AgentAwayError(f"model {at.model} {at.revision} is not here")
+        if at.file < 0:
+            return _part(staging.document, at.offset, size_bytes)
+        files = listing.files[at.file : at.file + 1]
+        path = staging.path_of(files[0], at.offset + size_bytes) if files else None
+        return await _read(path, at.offset, size_bytes)
+
+
+_FULL: Final = frozenset({28, 122})
+"""ENOSPC and EDQUOT; include/uapi/asm-generic/errno.h."""
+
+_REASONS: Final[Sequence[tuple[type[KvStrataError], Fault]]] = (
+    (BlockCorruptError, Fault.DIGEST_MISMATCH),
+    (InvalidInputError, Fault.SOURCE_INVALID),
+    (UnsupportedError, Fault.UNSUPPORTED),
+    (BackendFailedError, Fault.SOURCE_AWAY),
+    (RetryableError, Fault.SOURCE_CHANGED),
+)
+
+
+def _reason(error: KvStrataError) -> Fault:
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Fault.INTERNAL)
+
+
+def _is_other(order: ModelOrder, wanted: ModelOrder) -> bool:
+    """True when what is under way is not what is wanted now; peers, weight and digest begin nothing anew."""
+    free = {"peers": (), "weight": 1, "idle_seconds": 0, "digest": None}
+    return order.model_copy(update=free) != wanted.model_copy(update=free)
+
+
+def _progress(run: _Run) -> ModelReport:
+    """A report with the counts of what is under way."""
+    if run.staging is None:
+        return run.report
+    progress = run.staging.progress
+    counts = {
+        "size_bytes": progress.size_bytes,
+        "staged_bytes": progress.staged_bytes,
+        "source_bytes": progress.by_origin[Origin.SOURCE],
+        "peer_bytes": progress.by_origin[Origin.PEER],
+        "shared_bytes": progress.by_origin[Origin.SHARED],
+        "digest": progress.listing.digest if progress.listing is not None else "",
+    }
+    return run.report.model_copy(update=counts)
+
+
+def _whole(report: ModelReport, held: Revision) -> ModelReport:
+    size_bytes = held.listing.size_bytes
+    update = {"size_bytes": size_bytes, "staged_bytes": size_bytes, "digest": held.digest, "path": str(held.path)}
+    return report.model_copy(update={**update, "state": "Staged", "reason": "", "message": ""})
+
+
+def _opened(root: Path, *, is_wanted: bool) -> ModelFolder | None:
+    """Open and read the folder below a tier's; None where there is none and none is wanted."""
+    if not is_wanted and not ModelFolder.is_at(root):
+        return None
+    folder = ModelFolder(root)
+    folder.scan()
+    return folder
+
+
+def _part(document: bytes, offset: int, size_bytes: int) -> memoryview:
+    part = memoryview(document)[offset : offset + size_bytes]
+    if len(part) != size_bytes:
+        raise AgentAwayError(f"{len(part)} B from {offset} of a listing of {len(document)} B, {size_bytes} B wanted")
+    return part
+
+
+async def _read(path: Path | None, offset: int, size_bytes: int) -> memoryview:
+    if path is None:
+        raise AgentAwayError(f"{size_bytes} B from {offset} are not here yet")
+    piece = await in_thread(None, partial(_read_file, path, offset, size_bytes))
+    if len(piece) != size_bytes:
+        raise AgentAwayError(f"{len(piece)} B from {offset}, {size_bytes} B wanted")
+    return piece
+
+
+def _read_file(path: Path, offset: int, size_bytes: int) -> memoryview:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as e:
+        raise AgentAwayError(f"{path}: {e.strerror}") from e
+    try:
+        return read_at(fd, offset, size_bytes)
+    finally:
+        os.close(fd)

@@ -1,0 +1,359 @@
+"""What a staging brings, from where, and what a failure leaves."""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
+from kvstrata_agent.weights import staging as module
+from kvstrata_agent.weights.__main__ import main as command
+from kvstrata_agent.weights.folder import ModelFolder
+from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode
+from kvstrata_agent.weights.source import FolderSource, SourceFile
+from kvstrata_agent.weights.staging import Origin, Staging, Wanted
+from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, InvalidInputError, RetryableError
+
+pytestmark = pytest.mark.unit
+
+MIB = 1 << 20
+
+
+def safetensors(**tensors: bytes) -> bytes:
+    header, at = {}, 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values())
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for path, data in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+    return root
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ModelFolder:
+    (tmp_path / "tier").mkdir()
+    made = ModelFolder(tmp_path / "tier")
+    made.scan()
+    return made
+
+
+@asynccontextmanager
+async def turn(size_bytes: int) -> AsyncIterator[None]:
+    assert 0 < size_bytes <= 16 * MIB
+    yield
+
+
+async def reserve(_: int) -> None:
+    return
+
+
+class Counted(FolderSource):
+    """Counts bytes that were read, and may end or lie."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read_bytes = 0
+        self.reads_left = 1 << 30
+        self.damage: Callable[[str, int, memoryview], None] = lambda *_: None
+
+    async def read(self, path: str, start: int, end: int) -> memoryview:
+        if not self.reads_left:
+            raise BackendFailedError("the source has gone away")
+        self.reads_left -= 1
+        piece = await super().read(path, start, end)
+        self.read_bytes += len(piece)
+        self.damage(path, start, piece)
+        return piece
+
+
+def staging(
+    folder: ModelFolder,
+    source: FolderSource,
+    revision: str = "r1",
+    digest: str = "",
+    nodes: Sequence[str] = (),
+    peers: module.WeightPeers | None = None,
+) -> Staging:
+    async def open_source() -> FolderSource:
+        return source
+
+    return Staging(Wanted("m", revision, digest), folder, open_source, turn, reserve, lambda: nodes, peers)
+
+
+A, B, C = (os.urandom(n) for n in (40_000, 3 * MIB, 20 * MIB + 5))
+FILES = {"config.json": b"{}", "sub/model-1.safetensors": safetensors(a=A, b=B, c=C), "empty.txt": b""}
+
+
+async def test_files_come_as_they_are_read_only_and_listed(folder: ModelFolder, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", FILES)
+
+    listing = await staging(folder, Counted(source)).run()
+
+    final = folder.root / "m" / "r1"
+    assert content(final) == FILES
+    assert all(p.stat().st_mode & 0o777 == 0o444 for p in final.rglob("*") if p.is_file())
+    lines = "".join(f"{hashlib.sha256(FILES[p]).hexdigest()}  {len(FILES[p])}  {p}\n" for p in sorted(FILES))
+    assert listing.digest == "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+    assert decode(listing.encode()) == listing
+    model = next(f for f in listing.files if f.path.endswith("safetensors"))
+    header = len(FILES[model.path]) - len(A) - len(B) - len(C)
+    assert [c.size_bytes for c in model.chunks] == [header, len(A), len(B), 16 * MIB, 4 * MIB + 5]
+
+
+async def test_a_scan_finds_what_was_staged_and_nothing_of_what_was_not(folder: ModelFolder, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", FILES)
+    listing = await staging(folder, Counted(source)).run()
+    broken = Counted(source)
+    broken.reads_left = 3
+    with pytest.raises(BackendFailedError):
+        await staging(folder, broken, "r2").run()
+    folder.close()
+
+    again = ModelFolder(folder.root.parent)
+    again.scan()
+
+    assert list(again.revisions) == [("m", "r1")]
+    assert again.revisions["m", "r1"].digest == listing.digest
+    assert again.stagings() == [("m", "r2")]
+    assert not (again.root / "m" / "r2").exists()
+
+
+async def test_what_has_come_is_not_read_again(folder: ModelFolder, tmp_path: Path) -> None:
+    source = Counted(write(tmp_path / "source", {f"{i}.bin": os.urandom(MIB) for i in range(6)}))
+    source.reads_left = 4
+    with pytest.raises(BackendFailedError):
+        await staging(folder, source).run()
+    source.reads_left, source.read_bytes = 100, 0
+    again = staging(folder, source)
+
+    await again.run()
+
+    kept = again.progress.by_origin[Origin.KEPT]
+    assert kept >= MIB
+    assert source.read_bytes == 6 * MIB - kept
+    assert content(folder.root / "m" / "r1") == content(tmp_path / "source")
+
+
+async def test_equal_tensors_and_files_cost_no_byte_of_the_source(folder: ModelFolder, tmp_path: Path) -> None:
+    """With a listing at the source, tensors of another revision are copied here, and equal files are one file."""
+    first = write(tmp_path / "one", {"same.bin": A, "m.safetensors": safetensors(a=A, b=B, c=C)})
+    await staging(folder, Counted(first)).run()
+    other = os.urandom(1000)
+    second = write(tmp_path / "two", {"same.bin": A, "m.safetensors": safetensors(x=other, c=C, b=B)})
+    made = await staging(ModelFolder(_made(tmp_path / "elsewhere")), Counted(second), "listed").run()
+    (second / LISTING_FILE).write_bytes(made.encode())
+    source = Counted(second)
+    coming = staging(folder, source, "r2")
+
+    await coming.run()
+
+    assert coming.progress.by_origin[Origin.SHARED] == len(A) + len(B) + len(C)
+    listing_bytes = (second / LISTING_FILE).stat().st_size
+    assert source.read_bytes - listing_bytes == (second / "m.safetensors").stat().st_size - len(B) - len(C)
+    assert (folder.root / "m/r1/same.bin").samefile(folder.root / "m/r2/same.bin")
+    assert (folder.root / "m/r2/m.safetensors").read_bytes() == (second / "m.safetensors").read_bytes()
+    assert sum(folder.sizes().values()) == sum(p.stat().st_size for p in [*first.rglob("*")]) + (
+        (second / "m.safetensors").stat().st_size
+    )
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+async def test_a_source_that_changes_meanwhile_is_not_staged(folder: ModelFolder, tmp_path: Path) -> None:
+    root = write(tmp_path / "source", {"a.bin": A, "b.bin": B})
+    source = Counted(root)
+
+    def change(path: str, start: int, piece: memoryview) -> None:
+        (root / "a.bin").write_bytes(A[::-1])
+
+    source.damage = change
+    with pytest.raises(RetryableError, match="changed"):
+        await staging(folder, source).run()
+    assert not (folder.root / "m" / "r1").exists()
+
+
+async def test_wrong_bytes_of_a_listed_source_are_refused(folder: ModelFolder, tmp_path: Path) -> None:
+    root = write(tmp_path / "source", {"a.bin": A, "b.bin": B})
+    listing = await staging(folder, Counted(root)).run()
+    (root / LISTING_FILE).write_bytes(listing.encode())
+    elsewhere = ModelFolder(_made(tmp_path / "elsewhere"))
+    source = Counted(root)
+
+    def damage(path: str, start: int, piece: memoryview) -> None:
+        if path == "b.bin":
+            piece[17] ^= 1
+
+    source.damage = damage
+    with pytest.raises(BlockCorruptError, match=r"b\.bin"):
+        await staging(elsewhere, source).run()
+    assert not (elsewhere.root / "m" / "r1").exists()
+
+
+async def test_another_digest_than_the_one_that_is_wanted_is_refused(folder: ModelFolder, tmp_path: Path) -> None:
+    root = write(tmp_path / "source", {"a.bin": A})
+    with pytest.raises(BlockCorruptError, match="is wanted"):
+        await staging(folder, Counted(root), digest="sha256:" + "0" * 64).run()
+    assert not (folder.root / "m" / "r1").exists()
+
+
+async def test_a_bad_safetensors_file_is_refused_by_name(folder: ModelFolder, tmp_path: Path) -> None:
+    root = write(tmp_path / "source", {"x.safetensors": (1 << 40).to_bytes(8, "little") + b"{}"})
+    with pytest.raises(InvalidInputError, match=r"x\.safetensors: header of 1099511627776 B, limit 2 B"):
+        await staging(folder, Counted(root)).run()
+
+
+class Neighbours:
+    """Agents of other nodes, by node: what they have, and how they damage it."""
+
+    def __init__(self, root: Path, listing: Listing) -> None:
+        self.root, self.listing = root, listing
+        self.nodes = {"n1"}
+        self.liars: set[str] = set()
+        self.sent: list[str] = []
+
+    async def weights_held(self, node: str, model: str, revision: str) -> PeerHolding:
+        assert (model, revision) == ("m", "r1")
+        if node not in self.nodes:
+            raise AgentAwayError(node)
+        return PeerHolding(self.listing.digest, len(self.listing.encode()), self.listing.size_bytes)
+
+    async def read_weights(self, node: str, at: WeightsPlace, into: memoryview) -> None:
+        if node not in self.nodes:
+            raise AgentAwayError(node)
+        self.sent.append(node)
+        document = self.listing.encode()
+        if at.file >= 0:
+            document = (self.root / self.listing.files[at.file].path).read_bytes()
+        into[:] = document[at.offset : at.offset + len(into)]
+        if node in self.liars and at.file >= 0:
+            into[0] ^= 1
+
+
+@pytest.fixture
+async def neighbours(tmp_path: Path) -> Neighbours:
+    root = write(tmp_path / "source", FILES)
+    listing = await staging(ModelFolder(_made(tmp_path / "theirs")), Counted(root)).run()
+    return Neighbours(root, listing)
+
+
+async def test_with_a_neighbour_that_has_it_the_source_is_not_read(
+    folder: ModelFolder, tmp_path: Path, neighbours: Neighbours
+) -> None:
+    source = Counted(tmp_path / "source")
+    coming = staging(folder, source, nodes=("n1",), peers=neighbours)
+
+    await coming.run()
+
+    assert source.read_bytes == 0
+    assert coming.progress.by_origin[Origin.PEER] == neighbours.listing.size_bytes
+    assert content(folder.root / "m" / "r1") == FILES
+
+
+async def test_wrong_bytes_of_a_neighbour_are_not_taken(
+    folder: ModelFolder, tmp_path: Path, neighbours: Neighbours
+) -> None:
+    neighbours.liars = {"n1"}
+    source = Counted(tmp_path / "source")
+    coming = staging(folder, source, nodes=("n1",), peers=neighbours)
+
+    await coming.run()
+
+    assert coming.progress.by_origin[Origin.PEER] == 0
+    assert source.read_bytes == neighbours.listing.size_bytes
+    assert content(folder.root / "m" / "r1") == FILES
+
+
+async def test_a_neighbour_that_goes_away_leaves_the_source(
+    folder: ModelFolder, tmp_path: Path, neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    read = neighbours.read_weights
+
+    async def read_some(node: str, at: WeightsPlace, into: memoryview) -> None:
+        if len(neighbours.sent) >= 2:
+            neighbours.nodes.clear()
+        await read(node, at, into)
+
+    monkeypatch.setattr(neighbours, "read_weights", read_some)
+    source = Counted(tmp_path / "source")
+    coming = staging(folder, source, nodes=("n1",), peers=neighbours)
+
+    await asyncio.wait_for(coming.run(), 30)
+
+    assert coming.progress.by_origin[Origin.SOURCE] > 0
+    assert content(folder.root / "m" / "r1") == FILES
+
+
+async def test_a_revision_that_is_open_or_mapped_stays(folder: ModelFolder, tmp_path: Path) -> None:
+    await staging(folder, Counted(write(tmp_path / "source", FILES))).run()
+    assert folder.is_in_use("m", "r1") is False
+    with (folder.root / "m/r1/config.json").open("rb"):
+        assert folder.is_in_use("m", "r1") is True
+        assert not folder.remove("m", "r1")
+    with folder.reading("m", "r1"):
+        assert folder.is_in_use("m", "r1") is None
+        assert not folder.remove("m", "r1")
+
+    assert folder.remove("m", "r1")
+    assert list(folder.root.iterdir()) == []
+
+
+async def test_what_only_the_agent_may_read_is_no_source(tmp_path: Path) -> None:
+    """Neither by its path, nor by a folder above it, nor by a link; also one that was changed after the listing."""
+    write(tmp_path, {"keys/secret": b"k", "source/a.bin": A})
+    closed = (tmp_path / "keys",)
+    for root in (tmp_path / "keys", tmp_path, tmp_path / "source" / ".." / "keys"):
+        with pytest.raises(InvalidInputError, match="is no source of weights"):
+            await FolderSource(root, closed).files()
+    source = FolderSource(tmp_path / "source", closed)
+    assert [f.path for f in await source.files()] == ["a.bin"]
+    (tmp_path / "source" / "a.bin").unlink()
+    (tmp_path / "source" / "a.bin").symlink_to(tmp_path / "keys" / "secret")
+    with pytest.raises(InvalidInputError, match="is no source of weights"):
+        await source.read("a.bin", 0, 1)
+    with pytest.raises(InvalidInputError, match="is no source of weights"):
+        await source.files()
+
+
+async def test_marks_of_a_source_tell_a_file_that_was_replaced(tmp_path: Path) -> None:
+    root = write(tmp_path / "source", {"a.bin": A})
+    before = await FolderSource(root).files()
+    write(root, {"new.bin": A[::-1]})
+    (root / "new.bin").replace(root / "a.bin")
+    after = await FolderSource(root).files()
+    assert [f.path for f in after] == ["a.bin"]
+    assert isinstance(after[0], SourceFile)
+    assert after != before
+
+
+async def test_the_command_lists_a_folder_as_a_staging_does(
+    folder: ModelFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path / "source", FILES)
+    listing = await staging(folder, Counted(root)).run()
+
+    assert command([str(root)]) == 0
+
+    assert capsys.readouterr().out == f"{listing.digest}\n"
+    assert decode((root / LISTING_FILE).read_bytes()) == listing
+    (root / "bad.safetensors").write_bytes(b"short")
+    assert command([str(root)]) == 1
+    assert "bad.safetensors" in capsys.readouterr().err
