@@ -281,6 +281,11 @@ EVENTS: Final = (
         "passes; else find who it is.",
     ),
     LogEvent(
+        "pooled memory has failed", "error", ("agent",), ("path", "error"),
+        "The head of a CXL device that nodes share cannot be read any more, so who has which slice is not known: this "
+        "node's tier there is given up and its blocks are misses. Look for memory errors of the device.",
+    ),
+    LogEvent(
         "read of a shared tier failed", "error", ("agent",), ("block",),
         "A record on shared flash could not be read here; the block is a miss.",
         has_traceback=True,
@@ -325,6 +330,11 @@ EVENTS: Final = (
     LogEvent(
         "sessions cannot be remembered", "warning", ("agent",), ("path", "cause"),
         "The journal of sessions cannot be written: after a restart they begin anew.",
+    ),
+    LogEvent(
+        "slices of pooled memory have another owner", "warning", ("agent",), ("path", "slices"),
+        "This process stood still for more than 10 s, and another node took so many slices of the CXL device that they "
+        "share; their blocks are misses, other slices are claimed. Find out what stopped the agent.",
     ),
     LogEvent(
         "status not written", "warning", ("agent", "node"), ("cause", "failures", "pool_node"),

@@ -631,14 +631,14 @@ NODES: Final = Board(
             CALM, 6,
         ),
     )),
-    Row("Are they alike?", "operator", (
+    Row("Are they alike, and which weights have they?", "operator", (
         Panel(
             "Agents by version", "Agents, by their version, the level of their kernels, and their offload engine.",
             Form.STACK, Unit.NONE,
             (Query(
                 f"count by (version, kernels, engine) (kvstrata_agent_info{{{NODE}}})",
                 "{{version}} {{kernels}} {{engine}}",
-            ),), CALM, 6,
+            ),), CALM, 4,
         ),
         Panel(
             "Offload engines",
@@ -648,34 +648,32 @@ NODES: Final = Board(
                 Query(rate("kvstrata_offload_descriptors_total", "node"), "{{node}} done"),
                 Query(rate("kvstrata_offload_fallbacks_total", "node"), "{{node}} by the processor"),
                 Query(f"sum by (node) (kvstrata_offload_lost{{{NODE}}})", "{{node}} given up"),
-            ), CALM, 6,
+            ), CALM, 4,
         ),
         Panel(
             "Orders", "Parts of KVOperations that agents ended, by node and result.", Form.LINES, Unit.PER_SECOND,
-            (Query(rate("kvstrata_orders_total", "node, type, result"), "{{node}} {{type}} {{result}}"),), CALM, 6,
+            (Query(rate("kvstrata_orders_total", "node, type, result"), "{{node}} {{type}} {{result}}"),), CALM, 4,
         ),
         Panel(
             "Certificates of agents: time left", "Until the first one of each node ends; replaced after two thirds.",
             Form.LINES, Unit.SECONDS,
             (Query(
                 f"min by (node) (kvstrata_certificate_expiry_timestamp_seconds{{{NODE}}}) - time()", "{{node}}",
-            ),), CALM, 6,
+            ),), CALM, 3,
         ),
-    )),
-    Row("Which weights have they?", "operator", (
         Panel(
             "Weights by model", "Bytes of each KVModelCache that nodes have.", Form.STACK, Unit.BYTES,
-            (Query(f"sum by (node, model) (kvstrata_model_staged_bytes{{{NODE}}})", "{{node}} {{model}}"),), CALM, 8,
+            (Query(f"sum by (node, model) (kvstrata_model_staged_bytes{{{NODE}}})", "{{node}} {{model}}"),), CALM, 3,
         ),
         Panel(
             "Weights that came, by origin", "From the source, from other agents, or from another revision here.",
             Form.STACK, Unit.BYTES_PER_SECOND,
-            (Query(rate("kvstrata_model_source_bytes_total", "model, origin"), "{{model}} {{origin}}"),), CALM, 8,
+            (Query(rate("kvstrata_model_source_bytes_total", "model, origin"), "{{model}} {{origin}}"),), CALM, 3,
         ),
         Panel(
             "Weights that left", "Revisions that were removed, by reason.", Form.LINES, Unit.PER_SECOND,
             (Query(rate("kvstrata_model_evicted_total", "node, model, reason"), "{{node}} {{model}} {{reason}}"),),
-            CALM, 8,
+            CALM, 3,
         ),
     )),
 ))  # fmt: skip
