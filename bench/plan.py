@@ -395,7 +395,7 @@ def queue_error(count: int, load: float, lengths: Sequence[int]) -> tuple[float,
 
 
 def blis_wait(binary: Path, load: float) -> tuple[float, float]:
-    """Mean wait in seconds of equal prompts at Poisson arrivals: by this simulation, and by BLIS."""
+    """Mean wait in seconds of equal prompts at Poisson arrivals: of M/D/1 with BLIS's own time of one, and by BLIS."""
     alone_s = _blis(binary, 0.05, 50)
     theirs_s = _blis(binary, load / alone_s, BLIS_REQUESTS) - alone_s
     return load * alone_s / (2 * (1 - load)), theirs_s
