@@ -458,7 +458,7 @@ def _queues(count: int, blis: Path | None, values: dict[str, float]) -> None:
     if blis is not None:
         found = {load: blis_wait(blis, load) for load in LOADS}
         rows += [
-            (f"BLIS, load {load:g}", f"{a:.4f}", f"{b:.4f}", f"{a / b - 1:+.1%}") for load, (a, b) in found.items()
+            (f"BLIS, load {load:g}", f"{b:.4f}", f"{a:.4f}", f"{b / a - 1:+.1%}") for load, (a, b) in found.items()
         ]
         values["blis_error"] = max(abs(a / b - 1) for a, b in found.values())
     print(table(("mean wait in s", "simulated", "expected", "error"), rows), "\n", flush=True)
