@@ -73,13 +73,14 @@ def test_the_capacity_of_the_page_is_what_the_command_prints(
     (tmp_path / "Llama-3-70B").mkdir()
     (tmp_path / "Llama-3-70B" / "config.json").write_text(json.dumps(LLAMA_70B))
     monkeypatch.chdir(tmp_path)
-    (command,) = [line for text in blocks("docs/sizing.md", "sh") for line in text.splitlines()]
+    lines = [line for text in blocks("docs/sizing.md", "sh") for line in text.splitlines()]
+    (command,) = [line for line in lines if line.startswith("kvstrata capacity ")]
 
     with pytest.raises(SystemExit) as end:
         main(command.split()[1:])
 
     assert end.value.code == 0
-    assert [capsys.readouterr().out] == blocks("docs/sizing.md", "text")
+    assert capsys.readouterr().out == blocks("docs/sizing.md", "text")[0]
 
 
 def test_the_support_matrix_names_the_versions_that_tests_have_environments_for() -> None:
