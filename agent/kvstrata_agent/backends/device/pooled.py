@@ -321,6 +321,7 @@ class PooledMemory(DaxMemory):
         self._stop = threading.Event()
         self.claims = Claims(self._table, digest, os.urandom(_OWNER_BYTES), time.monotonic, self._wait)
         self._claiming = threading.Lock()
+        self._taking_up = threading.Lock()
         self._wanted = 0
         self._beats = threading.Thread(target=self._beat, name="kvstrata-pooled", daemon=True)
 
@@ -350,13 +351,14 @@ class PooledMemory(DaxMemory):
 
     def _take_up(self) -> None:
         """Clear new slices and let extents have them."""
-        for index in sorted(self.claims.dirty.copy()):
-            self._clear(Region(self._first_at + index * self._unit_bytes, self._unit_bytes))
-            self.claims.dirty.discard(index)
-        with self._lock:
-            used = {unit for region in self._regions.values() for unit in self._units(region)}
-            for index in self.claims.held.copy() - used - self._lost:
-                self._is_free[index] = True
+        with self._taking_up:  # Else one thread would clear what the other one has given to an extent.
+            for index in sorted(self.claims.dirty.copy()):
+                self._clear(Region(self._first_at + index * self._unit_bytes, self._unit_bytes))
+                self.claims.dirty.discard(index)
+            with self._lock:
+                used = {unit for region in self._regions.values() for unit in self._units(region)}
+                for index in self.claims.held.copy() - used - self._lost - self.claims.dirty.copy():
+                    self._is_free[index] = True
 
     def _beat(self) -> None:
         """Count on until the end; without a head nothing is ours any more."""
