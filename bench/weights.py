@@ -5,7 +5,9 @@ the start of a turn. The first pod waits for a staging: from a folder in memory,
 (versitygw). Its limits: the source alone, read by the same client as far ahead, and a plain pull of the objects into
 files that are then synced, which verifies nothing. The second pod reads files that are there: by read and by memory
 maps, against fio over the same files with as many jobs, safetensors' own load, and Run:ai's model streamer on the CPU.
-What was staged is compared with the source. Everything shares the cores: the S3 server too.
+What was staged is compared with the source. Everything shares the cores: the S3 server too. Two cores hash, serve
+and sync at once, so a third source is as far away as sources are: the folder behind a link (`--link`),
+which is emulated by waiting.
 """
 
 import asyncio
@@ -45,7 +47,7 @@ from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX, MoveScheduler
 from kvstrata_agent.weights.folder import ModelFolder
-from kvstrata_agent.weights.source import FolderSource, ObjectSource, Source
+from kvstrata_agent.weights.source import FolderSource, ObjectSource, Source, SourceFile
 from kvstrata_agent.weights.staging import FILES_AT_ONCE, RUNS_AHEAD, Staging, Wanted
 from kvstrata_api import __version__
 from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, PoolTier
@@ -64,6 +66,9 @@ KEY, SECRET = "kvstrata-bench", "kvstrata-bench-secret"
 READ_BYTES: Final = MIB
 """Of one read of a second pod and of fio: what loaders ask for."""
 
+LINK_BYTES_PER_S: Final = 250e6
+"""2 Gbit/s: what many machines have towards an object store for one of their eight GPUs."""
+
 Turn = Callable[[], Awaitable[float]]
 """Does the work once; returns the seconds that count."""
 
@@ -78,6 +83,7 @@ class Set:
     """The same files where reading is fastest."""
     gateway: Path
     settings: dict[str, str]
+    link_bytes_per_s: float
     rates: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -94,6 +100,31 @@ class Set:
     def bytes_of_all(self) -> int:
         """Bytes of one pass."""
         return sum(p.stat().st_size for p in self.memory.iterdir())
+
+
+class LinkSource:
+    """A source behind an emulated link of a given rate, shared by all that is read."""
+
+    def __init__(self, source: Source, bytes_per_s: float) -> None:
+        self._source = source
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    async def files(self) -> list[SourceFile]:
+        """Those of the source."""
+        return await self._source.files()
+
+    async def read(self, path: str, start: int, end: int) -> memoryview:
+        """As the source does, once the link has carried it."""
+        self._free_s = max(self._free_s, time.perf_counter()) + (end - start) / self._bytes_per_s
+        arrives_s = self._free_s
+        found = await self._source.read(path, start, end)
+        await asyncio.sleep(max(0.0, arrives_s - time.perf_counter()))
+        return found
+
+    async def close(self) -> None:
+        """Close the source."""
+        await self._source.close()
 
 
 def make_files(root: Path, size_bytes: int) -> None:
@@ -315,6 +346,9 @@ def turns_of(made: Set, fio: Fio | None, runai: Driver | None) -> dict[str, Turn
     async def objects() -> Source:
         return ObjectSource(ObjectClient(url, made.settings))
 
+    async def behind_link() -> Source:
+        return LinkSource(FolderSource(made.memory), made.link_bytes_per_s)
+
     async def staged_from(opened: Callable[[], Awaitable[Source]]) -> float:
         took_s = await stage(opened, target)
         assert await asyncio.to_thread(same, target / "kvstrata-models" / "m" / "r", made.memory), "other bytes"
@@ -340,6 +374,8 @@ def turns_of(made: Set, fio: Fio | None, runai: Driver | None) -> dict[str, Turn
         "source s3": partial(reading, objects, is_kept=False),
         "first pod s3": partial(staged_from, objects),
         "pull s3": partial(reading, objects, is_kept=True),
+        "source link": partial(reading, behind_link, is_kept=False),
+        "first pod link": partial(staged_from, behind_link),
         "second pod read": partial(second, read_files),
         "second pod mmap": partial(second, map_files),
         "safetensors": partial(second, load_safetensors),
@@ -401,6 +437,7 @@ def result(made: Set, repeats: int, versions: dict[str, str], *, quick: bool) ->
     ratios = {
         "first_pod_vs_source": ratio("first pod s3", "source s3"),
         "first_pod_vs_source_file": ratio("first pod file", "source file"),
+        "first_pod_vs_source_link": ratio("first pod link", "source link"),
         "vs_object_pull": ratio("first pod s3", "pull s3"),
         "vs_copy": ratio("first pod file", "pull file"),
         "second_pod_vs_fio": ratio("second pod read", "fio"),
@@ -447,6 +484,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a table and the agreed line; 1 when what was staged was not the source."""
     parser = common.parser(__doc__, has_tiny=True)
     parser.add_argument("--directory", type=Path, help="file system to stage on; default: that of temporary files")
+    parser.add_argument(
+        "--link", type=float, default=LINK_BYTES_PER_S, help="bytes per second of the emulated link; %(default)g"
+    )
     given = parser.parse_args(argv)
     size_bytes = SET_BYTES_TINY if given.tiny else SET_BYTES_QUICK if given.quick else SET_BYTES
     repeats = REPEATS_QUICK if given.quick or given.tiny else REPEATS
@@ -458,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gateway = home / "gateway"
         shutil.copytree(memory / "m", gateway / BUCKET / PREFIX)
         settings = stack.enter_context(s3_server(gateway))
-        made = Set(size_bytes, home, memory / "m", gateway, settings)
+        made = Set(size_bytes, home, memory / "m", gateway, settings, given.link)
         try:
             fio = Fio.found(home)
             versions["fio"] = fio.version()
