@@ -5,21 +5,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from demo.engine import Engine, Uninterrupted
 from demo.errors import CheckError
-from demo.model import Model
+from demo.model import REVISION, Model, is_equal, new_cache
 from demo.rows import AFTER_KILL, Answer, Row
 from demo.vllm_act import VllmAct
 from demo.world import NODES, World
 from kvstrata import Client
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
-from kvstrata_api.units import parse_quantity
+from kvstrata_api.units import MIB, parse_quantity
 
 SQUEEZED: Final = {"dram": "8Mi", "cxl": "2Mi"}
 ROOMY: Final = {"dram": "256Mi", "cxl": "64Mi"}
 """As in examples/01-quickstart/10-pool.yaml."""
+LINK_BYTES_PER_S: Final = 125e6
+"""1 Gbit/s, towards where an engine without staged weights has its model from."""
 PATIENCE_S: Final = 30.0
 """Bound of waits for something that the agents do by themselves."""
 
@@ -49,6 +53,7 @@ class Story:
             self.vllm_apart,
             self.in_a_trust_domain,
             self.vllm_joined,
+            self.a_cold_model,
         )
         for act in acts:
             for row in act():
@@ -158,6 +163,35 @@ class Story:
         if self.vllm is not None:
             yield from self.vllm.joined(self.truth.turns[3], own=self.truth.turns[0])
 
+    def a_cold_model(self) -> Iterator[Row]:
+        """A node is to serve the model too: its files come when the engine starts, or were staged before."""
+        with TemporaryDirectory(prefix="kvstrata-models-") as folder:  # What is below the agents' own is no source.
+            source, pulled = Path(folder, "source"), Path(folder, "pulled")
+            self.llama.save(source)
+            begin_s = time.monotonic()
+            _pull(source, pulled)
+            pulled_s = time.monotonic() - begin_s
+            without_s = self._first_token_of(pulled, begin_s)
+            begin_s = time.monotonic()
+            staged = self.world.stage(REVISION, source, NODES[0])
+            staged_s = time.monotonic() - begin_s
+        with_s = self._first_token_of(staged, time.monotonic())
+        self.say(
+            f"a cold model on {NODES[0]}: first token after {without_s * 1e3:.0f} ms, {pulled_s * 1e3:.0f} of them to "
+            f"pull its files over 1 Gbit/s (emulated); after {with_s * 1e3:.0f} ms from files that a KVModelCache had "
+            f"staged before, in {staged_s:.1f} s"
+        )
+        yield from ()
+
+    def _first_token_of(self, folder: Path, begin_s: float) -> float:
+        """Load a model from files and serve the first turn; seconds since `begin_s`. Raises `CheckError`."""
+        turn = self.truth.turns[0]
+        logits = Model(folder).run(turn, new_cache(), 0)
+        took_s = time.monotonic() - begin_s
+        if not is_equal(logits, self.truth.logits[0]):
+            raise CheckError(f"weights of {folder}: the logits of turn 1 differ from the uninterrupted run")
+        return took_s
+
     def _serve(self, act: str, tenant: str, node: str, number: int) -> Row:
         result = self._engine(tenant, node).serve(self.truth.turns[number - 1], self.truth)
         return Row(act, tenant, node, result)
@@ -203,6 +237,18 @@ class Story:
             self.vllm.close()
         for engine in self.engines.values():
             engine.client.close()
+
+
+def _pull(source: Path, into: Path) -> None:
+    """Copy files as a link of `LINK_BYTES_PER_S` would carry them."""
+    into.mkdir()
+    begin_s, carried_bytes = time.monotonic(), 0
+    for path in sorted(source.iterdir()):
+        with path.open("rb") as read, (into / path.name).open("wb") as written:
+            while piece := read.read(MIB):
+                written.write(piece)
+                carried_bytes += len(piece)
+                time.sleep(max(0.0, begin_s + carried_bytes / LINK_BYTES_PER_S - time.monotonic()))
 
 
 def _is_member(client: Client) -> bool:

@@ -116,7 +116,9 @@ def _play(report: Report, *, is_kept: bool, is_current_cluster: bool, has_vllm: 
             except (DemoError, CheckError, KvStrataError):
                 report.lines(world.complaints())
                 raise
-            report.lines(world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains").splitlines())
+            report.lines(
+                world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains,kvmodelcaches").splitlines()
+            )
             report.lines(world.absences())
             report.lines([f"metrics of {name}: curl http://{at}/metrics" for name, at in world.metrics().items()])
             report.lines(page.finish())

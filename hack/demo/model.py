@@ -16,8 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from demo.transcripts import VOCABULARY, Turn
+
+logging.disable_progress_bar()
 
 SEED: Final = 1
 MODEL: Final = "demo/llama"
@@ -44,13 +47,20 @@ Logits: TypeAlias = Any
 class Model:
     """The model; `run` computes a turn on top of what a cache holds."""
 
-    def __init__(self) -> None:
-        """Draw the weights: the same in every process."""
+    def __init__(self, weights: Path | None = None) -> None:
+        """Draw the weights, the same in every process, or load those that `save` has written."""
+        if weights is not None:
+            self._llama = LlamaForCausalLM.from_pretrained(weights, dtype=torch.bfloat16).eval()
+            return
         torch.manual_seed(SEED)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         self._llama = LlamaForCausalLM(CONFIG).eval()
         torch.set_default_dtype(before)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights as an engine finds them: a configuration and safetensors."""
+        self._llama.save_pretrained(folder)
 
     def run(self, turn: Turn, cache: DynamicCache, have: int) -> Logits:
         """Compute the turn's tokens from `have` (0 or one of its bounds) on; returns the last step's logits.

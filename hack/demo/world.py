@@ -19,9 +19,11 @@ from demo.noderunner import NodeRunner
 from demo.supervised import Supervised, stop_at
 from kvstrata import Client, Target
 from kvstrata_api.blocks import Layout
-from kvstrata_api.names import AUDIENCE
+from kvstrata_api.names import API_VERSION, AUDIENCE
 
 POOL: Final = "demo"
+STAGED: Final = "llama"
+"""Weights that are staged on a node."""
 NODES: Final = ("demo-node-1", "demo-node-2")
 NODE_LABELS: Final = {"kvstrata.io/pool": POOL}
 
@@ -142,6 +144,21 @@ class World:
         """`kill -9` the agent of a node; the node runner starts it again."""
         self.processes.kill(self.runner_of(pool).name(node))
 
+    def stage(self, revision: str, source: Path, node: str) -> Path:
+        """Declare the KVModelCache `STAGED`; returns the folder of its files once a node has them. Raises `DemoError`."""
+        spec = {
+            "poolRef": POOL,
+            "source": {"url": f"file://{source}"},
+            "revision": revision,
+            "nodes": {"names": [node]},
+        }
+        cache = {"apiVersion": API_VERSION, "kind": "KVModelCache", "metadata": {"name": STAGED}, "spec": spec}
+        self.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(cache))
+        self.cluster.kubectl("wait", "--for=condition=Staged", f"kvmc/{STAGED}", f"--timeout={START_S:.0f}s")
+        nodes = json.loads(self.cluster.kubectl("get", "kvpoolnodes", "-o", "json"))["items"]
+        of_node = next(n for n in nodes if n["spec"]["nodeName"] == node and n["spec"]["poolRef"] == POOL)
+        return Path(next(m["path"] for m in of_node["status"]["models"] if m["name"] == STAGED))
+
     def join_domain(self) -> None:
         """Declare the trust domain of both tenants."""
         apply_example(self.cluster, "02-trust-domain", self.root / "host")
@@ -183,6 +200,7 @@ class World:
                 added = [pool for pool in self._runners if pool != POOL]
                 if added:
                     self.cluster.kubectl("delete", "kvpool", "--ignore-not-found", *added)
+                self.cluster.kubectl("delete", "kvmodelcache", "--ignore-not-found", STAGED)
                 remove_examples(self.cluster)
                 self.processes.terminate_all()
                 uninstall(self.cluster)

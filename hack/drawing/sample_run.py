@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Protocol
 
 import numpy as np
 
-from demo.world import NODES, POOL, Say, World
+from demo.world import NODES, POOL, STAGED, Say, World
 from drawing import prometheus_server
 from drawing.dashboard_queries import metrics_of
 from drawing.prometheus_server import Server
@@ -128,6 +129,7 @@ class Work:
         self._world.join_domain()
         self._share(sessions)
         self._hand_over(sessions + 1)
+        stage(self._world)
         flush(self._world, "cxl")
         retain(self._world, "beta", seconds=1)
 
@@ -217,6 +219,18 @@ def flush(world: World, tier: str) -> None:
     operation = {"kind": "KVOperation", "metadata": {"name": "flush"}, "spec": spec}
     world.cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": API_VERSION, **operation}))
     world.cluster.kubectl("wait", "--for=jsonpath={.status.state}=Complete", "kvoperation/flush", "--timeout=60s")
+
+
+def stage(world: World) -> None:
+    """Stage weights on a node, let them be scraped, and have them removed again."""
+    with TemporaryDirectory(prefix="kvstrata-models-") as source:
+        Path(source, "model.bin").write_bytes(np.random.default_rng(7).bytes(4 << 20))
+        folder = world.stage("seed-1", Path(source), NODES[0])
+    time.sleep(_SETTLE_S)
+    world.cluster.kubectl("delete", f"kvmc/{STAGED}", "--timeout=60s")
+    ends_s = time.monotonic() + _SETTLE_MAX_S
+    while folder.exists() and time.monotonic() < ends_s:
+        time.sleep(0.2)
 
 
 def _values() -> "np.typing.NDArray[np.uint8]":

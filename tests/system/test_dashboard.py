@@ -43,6 +43,7 @@ STILL = {
     "kvstrata_metadata_redis_restarts_total": "test_metadata_own_redis",
     "kvstrata_moves_refused_total": "tests/unit/agent/movement",
     "kvstrata_nominations_total": "test_metadata_nominations: copies have to be idle",
+    "kvstrata_offload_fallbacks_total": "tests/unit/native/test_offload.py",
     "kvstrata_operator_feed_restarts_total": "tests/adversity",
     "kvstrata_operator_missed_events_total": "tests/adversity",
     "kvstrata_prefetched_blocks_total": "whether a block comes before it is asked for is the machine's pace",
