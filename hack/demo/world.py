@@ -145,7 +145,7 @@ class World:
         self.processes.kill(self.runner_of(pool).name(node))
 
     def stage(self, revision: str, source: Path, node: str) -> Path:
-        """Declare the KVModelCache `STAGED`; returns the folder of its files once a node has them. Raises `DemoError`."""
+        """Declare the KVModelCache `STAGED`; returns its folder once a node has the files. Raises `DemoError`."""
         spec = {
             "poolRef": POOL,
             "source": {"url": f"file://{source}"},
