@@ -61,7 +61,7 @@ FORBIDDEN = {
     ],
     "kvstrata-operator": [
         ("list", "secrets"), ("create", "kvpools.kvstrata.io"), ("delete", "kvpools.kvstrata.io"),
-        ("create", "tokenreviews.authentication.k8s.io"), ("patch", "nodes"),
+        ("create", "tokenreviews.authentication.k8s.io"), ("update", "nodes"), ("patch", "nodes/status"),
         ("create", "pods"), ("delete", "pods"), ("create", "daemonsets.apps"),
         ("create", "clusterroles.rbac.authorization.k8s.io"),
     ],
@@ -78,7 +78,7 @@ ALLOWED = {
     ],
     "kvstrata-operator": [
         ("patch", "kvpools.kvstrata.io", ""), ("deletecollection", "kvpoolnodes.kvstrata.io", ""),
-        ("watch", "nodes", ""), ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE),
+        ("watch", "nodes", ""), ("patch", "nodes", ""), ("watch", "kvmodelcaches.kvstrata.io", ""), ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE),
         ("create", "events", ""),
         ("patch", "daemonsets.apps", NAMESPACE), ("delete", "pods", NAMESPACE),
     ],
