@@ -78,7 +78,8 @@ ALLOWED = {
     ],
     "kvstrata-operator": [
         ("patch", "kvpools.kvstrata.io", ""), ("deletecollection", "kvpoolnodes.kvstrata.io", ""),
-        ("watch", "nodes", ""), ("patch", "nodes", ""), ("watch", "kvmodelcaches.kvstrata.io", ""), ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE),
+        ("watch", "nodes", ""), ("patch", "nodes", ""), ("watch", "kvmodelcaches.kvstrata.io", ""),
+        ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE),
         ("create", "events", ""),
         ("patch", "daemonsets.apps", NAMESPACE), ("delete", "pods", NAMESPACE),
     ],
