@@ -309,7 +309,7 @@ def reports(
         left[agent] -= size
         turn_s = max(turn_s, free_s - at_s)
         if left[agent]:
-            rest_s = paces[agent].after(free_s - at_s) if round_changes is None else 0.0
+            rest_s = paces[agent].after(free_s - at_s, draw.random()) if round_changes is None else 0.0
             heapq.heappush(starts, (free_s + rest_s, agent))
     return Reporting(float(np.percentile(waited, 99)) if waited else 0.0, turn_s, free_s)
 

@@ -73,8 +73,8 @@ class Pace:
     """Of the next round."""
     rest_s: float = 0.0
 
-    def after(self, took_s: float) -> float:
-        """Rest after a round; between half and all of what was found, so that agents do not move together."""
+    def after(self, took_s: float, chance: float) -> float:
+        """Rest after a round: `chance` in [0, 1) takes half to all of it, so that agents do not move together."""
         if took_s <= ROUND_S:
             self.changes = min(ROUND_CHANGES_MAX, 2 * self.changes) if took_s <= ROUND_S / 2 else self.changes
             self.rest_s = self.rest_s / 2 if self.rest_s > _PACE_S_MIN else 0.0
@@ -82,7 +82,7 @@ class Pace:
             self.changes = max(ROUND_CHANGES_MIN, self.changes // 2)
         else:
             self.rest_s = min(_PACE_S_MAX, max(1.5 * self.rest_s, took_s))
-        return self.rest_s * random.uniform(0.5, 1.0)
+        return self.rest_s * (0.5 + chance / 2)
 
 
 class Announcer:
@@ -306,7 +306,7 @@ class Announcer:
         verdicts = await self._deliver(store, batches)
         if self._outbox.is_reporting:
             ended_s = _now_s()
-            self._read_due_s = ended_s + self._pace.after(ended_s - began_s)
+            self._read_due_s = ended_s + self._pace.after(ended_s - began_s, random.random())
         if Verdict.AWAY in verdicts and not self._outbox.is_resting:
             self._wake_due_s = _now_s() + REST_S
         if not self._outbox.settle(batches, verdicts):

@@ -79,15 +79,16 @@ def test_more_than_a_server_can_do_is_never_caught_up_with() -> None:
     assert waits(Station("none", 0.0, 0.0), 60.0, 1).p99_s == 0.0
 
 
-def test_paced_reports_let_others_through_and_take_little_longer() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_paced_reports_let_others_through_and_take_at_most_twice_as_long(seed: int) -> None:
     busy = Station("primary", 100.0, 2e-3)
-    rushed = reports(busy, 400, 8_000, 5e-6, seed=1, round_changes=4_000)
-    paced = reports(busy, 400, 8_000, 5e-6, seed=1, round_changes=None)
+    rushed = reports(busy, 400, 8_000, 5e-6, seed=seed, round_changes=4_000)
+    paced = reports(busy, 400, 8_000, 5e-6, seed=seed, round_changes=None)
 
     assert rushed.p99_s > 5.0
     assert paced.p99_s < 0.5
     assert paced.turn_s < 1.0
-    assert paced.finished_s < rushed.finished_s * 1.6
+    assert paced.finished_s < rushed.finished_s * 2.0
 
 
 def test_one_agent_alone_is_held_up_by_nothing() -> None:
