@@ -352,4 +352,9 @@ async def test_a_memory_error_in_the_head_loses_the_tier_and_not_the_process(dev
     with pytest.raises(BackendFailedError):
         await get(a, *stored)
     os.truncate(device, DEVICE_BYTES)
+    a.drop(stored[0])
+    a.compact()
+    assert not a.memory.claims.held
+    with pytest.raises((TierFullError, BackendFailedError)):  # A slice that nobody counts on for is not filled again.
+        await put(a, 2)
     await a.close()

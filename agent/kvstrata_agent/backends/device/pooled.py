@@ -195,6 +195,13 @@ class Claims:
         for index in indices:
             self.table.write(index, line)
 
+    def lose_all(self) -> frozenset[int]:
+        """Hold nothing any more, without a look at the device; returns what was held."""
+        lost = frozenset(self.held)
+        self.held.clear()
+        self.dirty.clear()
+        return lost
+
     def give_back(self, indices: Sequence[int]) -> None:
         """Leave slices to whoever wants them; those that have another owner by now stay as they are."""
         lines = self.table.read()
@@ -367,7 +374,7 @@ class PooledMemory(DaxMemory):
                 with self._claiming:
                     self._count()
             except BackendFailedError as e:
-                self._lose(self.claims.held)
+                self._lose(self.claims.lose_all())  # Nobody counts on for them: they are not to be used again.
                 _log.error("pooled memory has failed", extra={"path": str(self._path), "error": str(e)})
                 return
 
