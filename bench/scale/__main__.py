@@ -2,7 +2,7 @@
 
 Costs of one node and one block are measured on this machine (or taken from a file, `--costs`), then a fleet runs on
 queues: steady load, a Redis primary that stands still, a cell whose agents all start again, a zone that is lost. Three
-layouts are compared: all in one Kubernetes cluster with one Redis, the same with a Redis Cluster, and cells. `--check`
+layouts are compared: all in one Kubernetes cluster with one Redis, the same with a Redis Cluster, and cells. Besides it
 says how far the queues are from M/D/1, and how far the model from a start of 5,000 nodes that was measured.
 """
 
