@@ -119,12 +119,15 @@ class Hits:
 class OpenEvictor(Evictor):
     """Makes room as if all blocks were one tenant's: the least recently used leaf goes, whosever it is."""
 
-    async def _make_room(self, request: SlotRequest, attempt: int) -> None:
+    async def _make_room(self, request: SlotRequest, attempt: int) -> bool:
         extents = request.tier.extents_to_free(request.scope, request.size_bytes, request.writer)
+        freed_bytes = 0
         for extent in extents:
             eviction = EvictionRequest(request.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
-            if attempt % 2 or not await self._evict(request.tier, eviction):
-                await self._evict(request.tier, EvictionRequest(request.tier.backend.capacity_bytes // 8, "room"))
+            own_bytes = 0 if attempt % 2 else await self._evict(request.tier, eviction)
+            eviction = EvictionRequest(request.tier.backend.capacity_bytes // 8, "room")
+            freed_bytes += own_bytes or await self._evict(request.tier, eviction)
+        return freed_bytes > 0 or not extents
 
     async def _evict_by_share(self, tier: Tier, need_bytes: int, reason: str) -> int:
         return await self._evict(tier, EvictionRequest(need_bytes, reason, Priority.DEMOTE))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.sessions import Session
-    from kvstrata_agent.cache.demotion import Demoter
+    from kvstrata_agent.cache.demotion import Demoter, Rooms
 
 WAITING_MAX: Final = 65_536
 """Blocks that may wait; more are left to the watermark."""
@@ -198,7 +198,8 @@ class Archiver:
             self._wake.clear()
             while self._waiting:
                 batch = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-                await asyncio.gather(*(self._demote(entry, priority) for entry, priority in batch))
+                rooms = self._demoter.rooms()
+                await asyncio.gather(*(self._demote(entry, priority, rooms) for entry, priority in batch))
             now_s = asyncio.get_running_loop().time()
             for session, attempt in tuple(self._sessions.items()):
                 if attempt.due_s <= now_s:
@@ -215,8 +216,9 @@ class Archiver:
     async def _demote_chains(self, session: Session, attempt: _Try) -> None:
         """Make the copies that a session still lacks."""
         left = self.left(session) if session.state is SessionState.ARCHIVING else []
+        rooms = self._demoter.rooms()
         for i in range(0, len(left), AT_ONCE):
-            await asyncio.gather(*(self._secure(entry) for entry in left[i : i + AT_ONCE]))
+            await asyncio.gather(*(self._secure(entry, rooms) for entry in left[i : i + AT_ONCE]))
         self._settle(session)
         if any(is_safe(entry) for entry in left):
             attempt.pause_s = RETRY_S
@@ -242,20 +244,20 @@ class Archiver:
                 for residence in entry.residences:
                     self._node.contents(residence.tier).age(entry)
 
-    async def _secure(self, entry: Entry) -> None:
+    async def _secure(self, entry: Entry, rooms: Rooms) -> None:
         if entry.move is not None:
             await asyncio.wait([entry.move])
         if not is_safe(entry):
-            await self._demote(entry, Priority.ARCHIVE)
+            await self._demote(entry, Priority.ARCHIVE, rooms)
 
-    async def _demote(self, entry: Entry, priority: Priority) -> None:
+    async def _demote(self, entry: Entry, priority: Priority, rooms: Rooms) -> None:
         """Make one copy below; an archived block goes to a tier that a restart finds again."""
         if not entry.residences or entry.move is not None:
             return
         source = entry.residences[0].tier
         target = self._node.tier_below(source.level, must_survive=priority is Priority.ARCHIVE)
         if target is not None and entry.residence(target) is None:
-            await self._demoter.demote_to(entry, source, target, priority)
+            await self._demoter.demote_to(entry, source, target, priority, rooms)
 
 
 def is_safe(entry: Entry) -> bool:

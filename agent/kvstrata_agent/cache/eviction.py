@@ -135,27 +135,27 @@ class Evictor:
         action = self._node.tenants.of(request.tenant).over_quota
         return OverQuota.DEMOTE if action is OverQuota.REJECT and not request.is_new else action
 
-    async def make_room(self, request: SlotRequest, attempt: int) -> None:
-        """Let blocks leave by one plan, if any can: for what comes down from a faster tier."""
+    async def make_room(self, request: SlotRequest, attempt: int) -> bool:
+        """Let blocks leave by one plan: for what comes down from a faster tier. False where none could."""
         async with self._lock(request.tier):
-            await self._make_room(request, attempt)
+            return await self._make_room(request, attempt)
 
-    async def _make_room(self, request: SlotRequest, attempt: int) -> None:
-        """Let blocks leave by one plan, if any can; for whoever has the tier's lock."""
+    async def _make_room(self, request: SlotRequest, attempt: int) -> bool:
+        """Let blocks leave by one plan, for whoever has the tier's lock; False where none could."""
         tier, book = request.tier, self._node.tenants
         if not book.are_rules_known or tier.is_recovering:
-            return  # Somebody's guarantee may not be known yet, or what is there.
+            return False  # Somebody's guarantee may not be known yet, or what is there.
         used_bytes = tier.tenant_bytes.get(request.tenant, 0)
         over_bytes = over_hard_bytes(used_bytes, request.size_bytes, book.hard_bytes(tier, request.tenant))
         if over_bytes:
-            await self._evict_own(request, over_bytes)
-            return
+            return await self._evict_own(request, over_bytes) > 0
         extents = tier.extents_to_free(request.scope, request.size_bytes, request.writer)
         if not extents:
-            return  # Somebody else made room while this one waited.
+            return True  # Somebody else made room while this one waited.
         for account in accounts_over_share(book.usages(tier), request.tenant, request.size_bytes):
             if await self._evict_from(request, account, len(extents), attempt):
-                return
+                return True
+        return False
 
     def _lock(self, tier: Tier) -> asyncio.Lock:
         return self._locks.setdefault(tier, asyncio.Lock())
@@ -307,7 +307,17 @@ class Evictor:
         return self._node.contents(tier).blocks < before or self._node.is_leased(tier)
 
     async def _evict(self, tier: Tier, request: EvictionRequest) -> int:
-        """Plan and carry out: copies first, all at once; then the sources go, children before parents."""
+        """Plan and carry out: copies first, all at once; then the sources go, children before parents.
+
+        Where slower tiers take nothing, as everything there is continued by blocks here, ends of chains are lost here:
+        what they continued down there can leave then.
+        """
+        freed_bytes = await self._evict_once(tier, request)
+        if freed_bytes or request.reason != "room" or request.fate is not Fate.DEMOTE_OR_DROP:
+            return freed_bytes
+        return await self._evict_once(tier, replace(request, fate=Fate.DROP))
+
+    async def _evict_once(self, tier: Tier, request: EvictionRequest) -> int:
         returns = self._node.returns if self._node.returns.are_followed else None
         candidates = TierCandidates(self._node.index, tier, request, self._node.clock(), returns)
         plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
@@ -70,6 +71,7 @@ class TierCandidates:
         self._tier = tier
         self._contents = index.contents(tier)
         self._extents = request.extents
+        self._drops = request.fate is Fate.DROP
         self._now_s = now_s
         self._tenant = request.tenant
         self._keys = dict.fromkeys(
@@ -90,7 +92,7 @@ class TierCandidates:
     def pop(self) -> Entry | None:
         """Take the leaf that goes first; entries that are no leaf (any more) are left out on the way."""
         while (entry := self._first()) is not None:
-            if entry in self._pushed or self.children(entry) == 0:
+            if entry in self._pushed or self._children_to(entry, self._tier.level) == 0:
                 return entry
         return None
 
@@ -163,7 +165,9 @@ class TierCandidates:
         return [queue for key in self._keys if (queue := self._contents.queues.get(key))]
 
     def is_free(self, block: Entry) -> bool:
-        """True when nobody holds the block and it lies where room is wanted."""
+        """True when nobody holds the block, it lies where room is wanted, and nothing is lost that continues it."""
+        if self._drops and block not in self._pushed and self.children(block):
+            return False
         if block.is_held or self._extents is None:
             return not block.is_held
         residence = block.residence(self._tier)
@@ -187,10 +191,14 @@ class TierCandidates:
         return parent
 
     def children(self, block: Entry) -> int:
-        """Children here or faster; a block with a faster copy is free to go whatever its children do."""
-        if block.level < self._tier.level:
-            return 0
-        return self._index.blockers(block, self._tier.level)
+        """Children here or faster, or anywhere where blocks are dropped.
+
+        A block with a faster copy is free to go whatever its children do.
+        """
+        return self._children_to(block, TIERS_MAX - 1 if self._drops else self._tier.level)
+
+    def _children_to(self, block: Entry, level: int) -> int:
+        return 0 if block.level < self._tier.level else self._index.blockers(block, level)
 
     def _oldest(self) -> LeafQueue[Entry] | None:
         """The queue with the block that goes first; None when there is no block."""

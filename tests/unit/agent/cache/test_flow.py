@@ -8,8 +8,11 @@ import pytest
 from kvstrata import Lease
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.leases import Stray
 from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest
 from kvstrata_agent.cache.load import AcquireCall, Read
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.movement.path import Priority
@@ -405,3 +408,69 @@ async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core:
     await asyncio.gather(*core.cache.promoter._tasks)
     assert entry.move is None
     assert used(core, "dram") == used(core, "nvme") == 0
+
+
+@pytest.fixture
+async def crossed() -> AsyncIterator[AgentParts]:
+    """Four chains with three blocks in memory, two below, and the end in memory again; both tiers are full."""
+    tiers = [dram_tier(SLOTS * BLOCK_BYTES), dict_tier("nvme", 8 * BLOCK_BYTES, 1, 2)]
+    core = make_core(tiers, clock := Clock(), policy={"eviction": {"type": "LeafLRU"}})
+    memory, below = core.node.tiers
+    for first in (100, 200, 300, 400):
+        await store(core, range(first, first + 5))
+        for number in (first + 3, first + 4):
+            entry = entry_of(core, number)
+            assert await core.cache.demoter.demote_to(entry, memory, below, Priority.DEMOTE)
+            core.node.evict([entry], memory, "room")
+    for first in (100, 200, 300, 400):
+        clock.now_s += 10.0
+        await store(core, [first + 5], digest(first + 4))
+    assert (used(core, "dram"), used(core, "nvme")) == (SLOTS * BLOCK_BYTES, 8 * BLOCK_BYTES)
+    yield core
+    await core.close()
+    for tier in core.node.tiers:
+        await tier.backend.close()
+
+
+def entry_of(core: AgentParts, number: int) -> Entry:
+    entry = core.node.index.find(SCOPE, digest(number))
+    assert entry is not None
+    return entry
+
+
+async def test_a_tier_that_nothing_can_leave_is_asked_twice_for_all_that_would_go_there(
+    crossed: AgentParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demoter, asked = crossed.cache.demoter, list[bool]()
+    make_room = demoter._make_room
+
+    async def counted(request: SlotRequest, attempt: int) -> bool:
+        asked.append(await make_room(request, attempt))
+        return asked[-1]
+
+    monkeypatch.setattr(demoter, "_make_room", counted)
+    heads = [entry_of(crossed, first + i) for first in (100, 200, 300, 400) for i in (2, 1, 0)]
+
+    lost = await demoter.demote(heads, crossed.node.tiers[0], Priority.ROOM)
+
+    assert {*lost} == {*heads}
+    assert asked == [False, False]
+
+
+async def test_ends_of_chains_are_lost_where_all_that_is_below_is_continued_here(crossed: AgentParts) -> None:
+    memory = crossed.node.tiers[0]
+    for first in (100, 200, 300, 400):
+        for i, used_at_s in ((0, 1.0), (1, 1.0), (2, 1.0), (5, 2.0)):  # The beginnings before all ends.
+            entry_of(crossed, first + i).used_at_s = used_at_s
+            crossed.node.contents(memory).age(entry_of(crossed, first + i))
+
+    freed_bytes = await crossed.cache.evictor.evict(memory, EvictionRequest(BLOCK_BYTES, "room"))
+
+    assert freed_bytes == BLOCK_BYTES
+    gone = [n for first in (100, 200, 300, 400) for n in range(first, first + 6) if not is_there(crossed, n)]
+    assert len(gone) == 1
+    assert gone[0] % 100 == 5
+
+
+def is_there(core: AgentParts, number: int) -> bool:
+    return core.node.index.find(SCOPE, digest(number)) is not None
