@@ -241,6 +241,8 @@ class Staging:
         self.progress.size_bytes = listing.size_bytes
         await self.reserve(listing.size_bytes)
         await self._clean({file.path for file in listing.files})
+        held = self.folder.files(self.wanted.key)
+        await self._check_room(sum(file.size_bytes for file in listing.files if file.sha256 not in held))
         await self._together([partial(self._file, file, at) for at, file in enumerate(listing.files)])
         return listing
 
@@ -251,6 +253,7 @@ class Staging:
         self.progress.size_bytes = size_bytes = sum(file.size_bytes for file in before)
         await self.reserve(size_bytes)
         await self._clean({file.path for file in before})
+        await self._check_room(size_bytes)
         try:
             files = await self._together([partial(self._discovered, file) for file in before])
         finally:
@@ -258,6 +261,10 @@ class Staging:
         if await source.files() != before:
             raise RetryableError("the source has changed while it was read")
         return listing_of(tuple(files))
+
+    async def _check_room(self, size_bytes: int) -> None:
+        """Look whether the disk has room before the first byte travels: the budget is of the tier, not of the disk."""
+        await in_thread(None, partial(self.folder.check_room, *self.wanted.key, size_bytes))
 
     async def _discovered(self, seen: SourceFile) -> ModelFile:
         mark, found = self._known.found.get(seen.path, ("", None))
@@ -490,9 +497,11 @@ def _open(path: Path, size_bytes: int) -> tuple[int, bool]:
         is_begun = False
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        allocate(fd, size_bytes)
+        allocate(fd, size_bytes, path)
     except OSError:
         os.close(fd)
+        if not is_begun:
+            path.unlink()  # The blocks that it got before there were no more of them are KV's again.
         raise
     return fd, is_begun
 
