@@ -112,10 +112,10 @@ def test_a_pool_without_a_fitting_tier_has_no_place() -> None:
     assert condition(fleet.objects[ref], "Accepted") == ("False", "TierNotFound")
 
 
-@pytest.mark.parametrize(("page_size", "is_accepted"), [("4Ki", True), ("2Mi", False), ("1Gi", False)])
-def test_memory_holds_weights_where_it_is_named_and_has_pages_that_files_can_have(
-    page_size: str, is_accepted: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "reason"), [("4Ki", "Accepted"), ("2Mi", "TierUnsuitable"), ("1Gi", "TierUnsuitable")]
+)
+def test_memory_holds_weights_where_it_is_named_and_has_pages_that_files_can_have(page_size: str, reason: str) -> None:
     fleet = Fleet()
     fleet.pool("p", pool_spec([tier("dram", size="100Gi", hostDRAM={"pageSize": page_size})]))
     put_node(fleet, 0)
@@ -124,8 +124,8 @@ def test_memory_holds_weights_where_it_is_named_and_has_pages_that_files_can_hav
     fleet.settle()
 
     assert condition(fleet.objects[unnamed], "Accepted") == ("False", "TierNotFound")
-    accepted = condition(fleet.objects[ref], "Accepted")
-    assert accepted == (("True", "Accepted") if is_accepted else ("False", "TierUnsuitable"))
+    is_accepted = reason == "Accepted"
+    assert condition(fleet.objects[ref], "Accepted") == (str(is_accepted), reason)
     assert chosen(fleet) == ({"n0"} if is_accepted else set())
     if not is_accepted:
         message = next(c["message"] for c in status(fleet, ref)["conditions"] if c["type"] == "Accepted")
