@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
-from kvstrata_agent.backends.threads import in_thread
+from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.weights.folder import Known, allocate, copy_chunks, read_at, seal, write_at
 from kvstrata_agent.weights.listing import (
@@ -356,12 +356,10 @@ class Staging:
                 piece, origin, names = await task
                 ahead.popleft()
                 chunks += [Chunk(c.size_bytes, name) for c, name in zip(run.chunks, names, strict=True)]
-                is_here = origin in (Origin.KEPT, Origin.SHARED)
-                if is_here:
-                    await in_thread(None, partial(hasher.update, piece))
-                else:
-                    async with self.turn(run.size_bytes):
-                        await in_thread(None, partial(_take, fd, run.offset, piece, hasher))
+                work = [in_thread(None, partial(hasher.update, piece))]
+                if origin not in (Origin.KEPT, Origin.SHARED):
+                    work.append(self._write(fd, run.offset, piece))
+                await together(work)
                 self._count(file.path, run.offset + run.size_bytes, run.size_bytes, origin)
         finally:
             await _end([task for _, task in ahead])
@@ -369,6 +367,10 @@ class Staging:
         if file.sha256 not in ("", digest):
             raise BlockCorruptError(f"{file.path}: SHA-256 {digest}, {file.sha256} is wanted")
         return ModelFile(file.path, file.size_bytes, digest, tuple(chunks))
+
+    async def _write(self, fd: int, offset: int, piece: memoryview) -> None:
+        async with self.turn(len(piece)):
+            await in_thread(None, partial(write_at, fd, offset, piece))
 
     def _count(self, path: str, end: int, size_bytes: int, origin: Origin) -> None:
         self.progress.by_origin[origin] += size_bytes
@@ -476,11 +478,6 @@ def _names(piece: memoryview, chunks: tuple[Chunk, ...]) -> list[str]:
         names.append(chunk_name(piece[at : at + chunk.size_bytes]))
         at += chunk.size_bytes
     return names
-
-
-def _take(fd: int, offset: int, piece: memoryview, hasher: hashlib._Hash) -> None:
-    write_at(fd, offset, piece)
-    hasher.update(piece)
 
 
 def _open(path: Path, size_bytes: int) -> tuple[int, bool]:
