@@ -20,8 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -39,8 +37,7 @@ from bench.harness import common
 from bench.harness.common import Result, Sample, publish, rate_ratio, table
 from bench.harness.drivers import AbsentError, Command, Driver, FailedError
 from bench.harness.fio import TIMEOUT_S, Fio, FioError
-from controlplane.assets import find_tool
-from controlplane.ports import free_ports
+from controlplane.s3_gateway import s3_gateway
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
@@ -62,7 +59,6 @@ TENSOR_BYTES: Final = 32 * MIB
 SET_BYTES, SET_BYTES_QUICK, SET_BYTES_TINY = 2 * GIB, GIB // 2, 16 * MIB
 REPEATS, REPEATS_QUICK = 7, 5
 BUCKET, PREFIX = "models", "m"
-KEY, SECRET = "kvstrata-bench", "kvstrata-bench-secret"
 READ_BYTES: Final = MIB
 """Of one read of a second pod and of fio: what loaders ask for."""
 
@@ -95,6 +91,11 @@ class Set:
     def staged(self) -> Path:
         """What the second pod reads."""
         return self.home / "kept" / "kvstrata-models" / "m" / "r"
+
+    @property
+    def memory_turn(self) -> Path:
+        """Where a turn stages that goes to memory: a tmpfs, as a HostDRAM tier has one."""
+        return self.memory.with_name("turn")
 
     @property
     def bytes_of_all(self) -> int:
@@ -156,50 +157,6 @@ def forget(root: Path) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-@contextmanager
-def s3_server(directory: Path) -> Iterator[dict[str, str]]:
-    """Run versitygw over a directory; yields a client's settings."""
-    (port,) = free_ports(1)
-    sidecar = directory.with_name("sidecar")
-    sidecar.mkdir()
-    command = [
-        str(find_tool("versitygw")),
-        "--port",
-        f"127.0.0.1:{port}",
-        "--quiet",
-        "posix",
-        "--sidecar",
-        str(sidecar),
-        str(directory),
-    ]
-    environment = os.environ | {"ROOT_ACCESS_KEY_ID": KEY, "ROOT_SECRET_ACCESS_KEY": SECRET}
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        _wait(address, server)
-        yield {
-            "aws_access_key_id": KEY,
-            "aws_secret_access_key": SECRET,
-            "aws_endpoint": address,
-            "aws_region": "us-east-1",
-        }
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _wait(address: str, server: "subprocess.Popen[bytes]") -> None:
-    ends_s = time.monotonic() + 30.0
-    while server.poll() is None and time.monotonic() < ends_s:
-        try:
-            urllib.request.urlopen(address, timeout=1).close()  # noqa: S310  Ours, by http.
-        except urllib.error.HTTPError:
-            return  # It answers, and wants a signature.
-        except OSError:
-            time.sleep(0.05)
-    raise AbsentError("versitygw did not start")
 
 
 def make_scheduler() -> MoveScheduler:
@@ -313,18 +270,33 @@ def load_safetensors(root: Path) -> float:
     return time.perf_counter() - started_s
 
 
-def fio_seconds(fio: Fio, root: Path) -> float:
+def fio_seconds(fio: Fio, root: Path, engine: str) -> float:
     """One pass of fio over the same files, one job for each, through the page cache as pods read."""
     jobs = [f for i, p in enumerate(sorted(root.iterdir())) for f in (f"--name=f{i}", f"--filename={p}")]
-    command = [
-        fio.program, "--rw=read", f"--bs={READ_BYTES}", "--ioengine=psync", "--thread", "--invalidate=1", "--readonly",
-        "--output-format=json", *jobs,
-    ]  # fmt: skip
+    found = _fio_jobs(fio, "--rw=read", f"--ioengine={engine}", "--invalidate=1", "--readonly", *jobs)
+    return float(max(job["read"]["runtime"] for job in found)) / 1000.0
+
+
+def fio_write_seconds(fio: Fio, root: Path, like: Path) -> float:
+    """Write as many bytes as there are in `like` through the page cache, and sync each file at its end."""
+    root.mkdir()
+    sizes = [p.stat().st_size for p in sorted(like.iterdir())]
+    jobs = [
+        option
+        for i, size_bytes in enumerate(sizes)
+        for option in (f"--name=f{i}", f"--filename={root / str(i)}", f"--size={size_bytes}")
+    ]
+    found = _fio_jobs(fio, "--rw=write", "--ioengine=psync", "--end_fsync=1", "--refill_buffers", *jobs)
+    return float(max(job["job_runtime"] for job in found)) / 1000.0
+
+
+def _fio_jobs(fio: Fio, *options: str) -> list[dict[str, Any]]:
+    command = [fio.program, f"--bs={READ_BYTES}", "--thread", "--output-format=json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise FioError(" ".join(done.stderr.split())[-400:])
-    found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    return float(max(job["read"]["runtime"] for job in found)) / 1000.0
+    found: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    return found
 
 
 def same(one: Path, other: Path) -> bool:
@@ -349,9 +321,9 @@ def turns_of(made: Set, fio: Fio | None, runai: Driver | None) -> dict[str, Turn
     async def behind_link() -> Source:
         return LinkSource(FolderSource(made.memory), made.link_bytes_per_s)
 
-    async def staged_from(opened: Callable[[], Awaitable[Source]]) -> float:
-        took_s = await stage(opened, target)
-        assert await asyncio.to_thread(same, target / "kvstrata-models" / "m" / "r", made.memory), "other bytes"
+    async def staged_from(opened: Callable[[], Awaitable[Source]], to: Path = target) -> float:
+        took_s = await stage(opened, to)
+        assert await asyncio.to_thread(same, to / "kvstrata-models" / "m" / "r", made.memory), "other bytes"
         return took_s
 
     async def reading(opened: Callable[[], Awaitable[Source]], *, is_kept: bool) -> float:
@@ -370,9 +342,11 @@ def turns_of(made: Set, fio: Fio | None, runai: Driver | None) -> dict[str, Turn
     turns: dict[str, Turn] = {
         "source file": partial(reading, folder, is_kept=False),
         "first pod file": partial(staged_from, folder),
+        "first pod memory file": partial(staged_from, folder, made.memory_turn),
         "pull file": partial(reading, folder, is_kept=True),
         "source s3": partial(reading, objects, is_kept=False),
         "first pod s3": partial(staged_from, objects),
+        "first pod memory s3": partial(staged_from, objects, made.memory_turn),
         "pull s3": partial(reading, objects, is_kept=True),
         "source link": partial(reading, behind_link, is_kept=False),
         "first pod link": partial(staged_from, behind_link),
@@ -381,7 +355,9 @@ def turns_of(made: Set, fio: Fio | None, runai: Driver | None) -> dict[str, Turn
         "safetensors": partial(second, load_safetensors),
     }
     if fio is not None:
-        turns["fio"] = partial(second, partial(fio_seconds, fio))
+        turns["fio"] = partial(second, partial(fio_seconds, fio, engine="psync"))
+        turns["fio mmap"] = partial(second, partial(fio_seconds, fio, engine="mmap"))
+        turns["fio write"] = partial(asyncio.to_thread, fio_write_seconds, fio, target, made.memory)
     return turns | (_runai_turns(made, runai, url) if runai is not None else {})
 
 
@@ -418,7 +394,8 @@ async def run(made: Set, turns: dict[str, Turn], repeats: int, versions: dict[st
                 del turns[name]
                 continue
             finally:
-                shutil.rmtree(made.home / "turn", ignore_errors=True)
+                for place in (made.home / "turn", made.memory_turn):
+                    shutil.rmtree(place, ignore_errors=True)
             if repeat >= 0:
                 made.rates.setdefault(name, []).append(made.bytes_of_all / took_s)
 
@@ -434,6 +411,13 @@ def result(made: Set, repeats: int, versions: dict[str, str], *, quick: bool) ->
         mine = sample(ours)
         return rate_ratio(mine, sample(other)) if mine is not None else None
 
+    def limited(ours: str, source: str) -> float | None:
+        """Against what the slower of source and disk gives in the same repeat."""
+        mine, one, disk = sample(ours), sample(source), sample("fio write")
+        if mine is None or one is None or disk is None:
+            return None
+        return rate_ratio(mine, Sample(tuple(map(min, one.values, disk.values))))
+
     ratios = {
         "first_pod_vs_source": ratio("first pod s3", "source s3"),
         "first_pod_vs_source_file": ratio("first pod file", "source file"),
@@ -442,6 +426,12 @@ def result(made: Set, repeats: int, versions: dict[str, str], *, quick: bool) ->
         "vs_copy": ratio("first pod file", "pull file"),
         "second_pod_vs_fio": ratio("second pod read", "fio"),
         "second_pod_mmap_vs_fio": ratio("second pod mmap", "fio"),
+        "second_pod_mmap_vs_fio_mmap": ratio("second pod mmap", "fio mmap"),
+        "first_pod_memory_vs_source": ratio("first pod memory s3", "source s3"),
+        "first_pod_memory_vs_source_file": ratio("first pod memory file", "source file"),
+        "first_pod_vs_limit": limited("first pod s3", "source s3"),
+        "first_pod_vs_limit_file": limited("first pod file", "source file"),
+        "first_pod_vs_limit_link": limited("first pod link", "source link"),
         "vs_safetensors": ratio("second pod read", "safetensors"),
         "vs_runai": ratio("second pod read", "runai"),
         "second_pod_vs_runai_s3": ratio("second pod read", "runai s3"),
@@ -497,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_files(memory / "m", size_bytes)
         gateway = home / "gateway"
         shutil.copytree(memory / "m", gateway / BUCKET / PREFIX)
-        settings = stack.enter_context(s3_server(gateway))
+        settings = stack.enter_context(s3_gateway(gateway, BUCKET))
         made = Set(size_bytes, home, memory / "m", gateway, settings, given.link)
         try:
             fio = Fio.found(home)

@@ -46,3 +46,16 @@ def directories_of(tier: PoolTier | NodeTier) -> Iterator[Directory]:
     if tier.object is not None and tier.object.url.startswith(_FILE):
         path = tier.object.url.removeprefix(_FILE)
         yield Directory(path, "object.url", is_claimed=False, is_filled=False)
+
+
+MODEL_TIERS_TEXT: Final = "weights lie in tiers of type NVMe, or HostDRAM with pageSize 4Ki"
+"""Which tiers hold weights of models (`holds_models`), for those who named another one."""
+
+
+def holds_models(tier: PoolTier | NodeTier) -> bool:
+    """Whether a tier can hold weights, as files in a folder beside what else it has.
+
+    Huge pages cannot: a file of a hugetlbfs is a multiple of its pages long, and a safetensors file has to end where
+    its last tensor does.
+    """
+    return tier.nvme is not None or (tier.host_dram is not None and tier.host_dram.page_size == "4Ki")

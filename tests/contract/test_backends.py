@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.s3_gateway import s3_gateway
 from kvstrata_agent.backends.base import SlotRef, TierBackend
 from kvstrata_agent.backends.file.index_format import parse_name
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
@@ -29,7 +30,6 @@ from support.backends.contract import (
     get,
     put,
 )
-from support.backends.s3_gateway import s3_gateway
 from support.runner import alone, leftovers
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.s3_gateway import s3_gateway
 from kvstrata_agent.backends.object.client import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
 from kvstrata_agent.backends.object.object_tier import ObjectStoreTier, open_object_tier
 from kvstrata_agent.backends.object.pacing import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
@@ -18,7 +19,6 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_node.discovery import NodeFacts
 from support.backends.contract import CAPACITY_BYTES, content, get, put
 from support.backends.s3_faults import FaultyS3, Request, faulty_s3
-from support.backends.s3_gateway import s3_gateway
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 

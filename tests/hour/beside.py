@@ -11,6 +11,7 @@ from typing import Final
 from threats.raw_caller import RawCaller
 
 from controlplane.ports import free_ports
+from controlplane.s3_gateway import s3_gateway
 from drawing.sample_run import SCRAPE_S
 from kvstrata import NO_TOKEN, Client, PrefixCache, Target
 from kvstrata_api import wire
@@ -28,7 +29,6 @@ from support.agent.machine import (
 )
 from support.agent.standalone import LAYOUT, WAIT_S, Json, Up, content, tokens
 from support.backends.s3_faults import faulty_s3
-from support.backends.s3_gateway import s3_gateway
 
 EIGHTHS: Final = 8
 """Prefixes that memory holds."""

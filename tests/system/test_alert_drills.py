@@ -21,6 +21,7 @@ from threats.raw_caller import RawCaller
 
 from controlplane import ControlPlane
 from controlplane.ports import free_ports
+from controlplane.s3_gateway import s3_gateway
 from drawing import prometheus_server
 from kvstrata import Client, PrefixCache
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
@@ -36,7 +37,6 @@ from support.agent import standalone
 from support.agent.machine import BUCKET, EIGHTH, Machine, chain, devices_fail, object_store_refuses
 from support.agent.standalone import Json, Up, content, tokens
 from support.backends.s3_faults import faulty_s3
-from support.backends.s3_gateway import s3_gateway
 from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, custom, dram, keys_of, make_tenant, nvme, until
 from support.metadata import replicas
 from support.metadata.directory_fleet import DirectoryFleet

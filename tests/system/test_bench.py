@@ -73,7 +73,9 @@ def test_bench_weights_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert {"first_pod_vs_source", "second_pod_vs_fio", "vs_object_pull", "vs_runai", "vs_safetensors"} <= (
         said["ratios"].keys()
     )
-    assert min(said["values"][f"first_pod_{source}_bytes_per_second"] for source in ("file", "s3")) > 0
+    sources = ("file", "s3", "memory_file", "memory_s3")
+    assert min(said["values"][f"first_pod_{source}_bytes_per_second"] for source in sources) > 0
+    assert {"first_pod_vs_limit", "first_pod_memory_vs_source", "second_pod_mmap_vs_fio_mmap"} <= said["ratios"].keys()
     assert list(tmp_path.iterdir()) == []
 
 

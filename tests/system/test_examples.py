@@ -11,6 +11,7 @@ import yaml
 
 from controlplane import ControlPlane, KubectlError
 from controlplane.waiting import wait_until
+from kvstrata_api import names
 from kvstrata_api.schema import CRD_DIR
 from support.kube.chart_values import CHART, Object, helm, render
 
@@ -106,6 +107,20 @@ def test_the_charts_policies_admit_the_pod_of_the_page(plane: ControlPlane, held
     pod["metadata"]["namespace"], pod["spec"]["serviceAccountName"] = "team-alpha", "engine"
 
     assert refusal(plane, held, [pod]) == ""
+
+
+def test_an_engine_mounts_the_folder_that_the_model_cache_makes_where_the_chart_lets_it() -> None:
+    folder = EXAMPLES / "10-weights"
+    cache = yaml.safe_load((folder / "25-weights.yaml").read_text())
+    values = yaml.safe_load((folder / "chart" / "values.yaml").read_text())
+    (pod,) = pods(folder)
+    name, spec = cache["metadata"]["name"], cache["spec"]
+    tier = f"{values['agent']['hostPaths']['memory']}/{spec['poolRef']}/{spec['poolRef']}/{spec['tier']}"
+    (weights,) = (v["hostPath"]["path"] for v in pod["spec"]["volumes"] if v["name"] == "weights")
+
+    assert pod["spec"]["nodeSelector"] == {f"{names.LABEL_MODEL_PREFIX}{name}": spec["revision"]}
+    assert weights == f"{tier}/{names.MODELS_FOLDER}/{name}/{spec['revision']}"
+    assert values["admissionPolicies"]["tenantHostPaths"] == [f"{tier}/{names.MODELS_FOLDER}"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)

@@ -20,6 +20,8 @@ class Config:
     socket: Path
     state_dir: Path
     memory_dir: Path
+    memory_host_dir: Path | None
+    """`memory_dir` as the host names it, where that is another path."""
     namespace: str
     kubeconfig: Path | None
     metrics_host: str
@@ -55,6 +57,7 @@ def parse(argv: list[str] | None = None) -> Config:
         socket=given.socket,
         state_dir=given.state_dir,
         memory_dir=given.memory_dir or given.state_dir / "memory",
+        memory_host_dir=given.memory_host_dir,
         namespace=given.namespace,
         kubeconfig=given.kubeconfig,
         metrics_host=given.metrics_host,
@@ -87,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="directory on a tmpfs of the host, where memory tiers outlive the agent; default: memory in the state "
         "directory, which serves where that is on a tmpfs",
+    )
+    add(
+        "--memory-host-dir",
+        type=Path,
+        help="the same directory as the host names it, for pods that mount weights of models from it; default: the "
+        "same path",
     )
     add(
         "--namespace",

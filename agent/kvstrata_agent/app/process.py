@@ -38,7 +38,7 @@ from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server, check_free
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
-from kvstrata_agent.weights.runner import TEND_S, Models
+from kvstrata_agent.weights.runner import TEND_S, Folders, Models
 from kvstrata_agent.weights.staging import WeightPeers
 from kvstrata_api import __version__
 from kvstrata_api.errors import UnsupportedError
@@ -150,13 +150,11 @@ class AgentProcess:
         provisioner = Provisioner(node, make, self._facts.memory_bytes)
         peers: object = network.peers
         scheduler, weight_peers = core.cache.mover.scheduler, peers if isinstance(peers, WeightPeers) else None
-        core.models = models = Models(
-            node, scheduler, provisioner, world.read_secret, weight_peers, closed=self._config.own_folders
-        )
+        folders = Folders(self._persistence_root(), self._config.own_folders)
+        core.models = models = Models(node, scheduler, provisioner, world.read_secret, weight_peers, folders)
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
-        await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
         await network.start(stack, core)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)
@@ -181,7 +179,9 @@ class AgentProcess:
         )
 
     def _persistence_root(self) -> PersistenceRoot:
-        return PersistenceRoot(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
+        config = self._config
+        host_dir = config.memory_host_dir
+        return PersistenceRoot(config.memory_dir, config.pool, config.node, read_mounts(), host_directory=host_dir)
 
     def _make_node(self, world: World, network: Network, scopes: ScopeMemory, epoch: int) -> Node:
         index = Index()
@@ -240,6 +240,7 @@ class AgentProcess:
         core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
         if core.models is not None:
             await core.models.follow(wanted.models, world.desired.models, world.desired.refused_models)
+        await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
         self._followed = pool_node
 
     @staticmethod

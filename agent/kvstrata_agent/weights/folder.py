@@ -43,6 +43,9 @@ _SYNC_FILE_RANGE_WRITE: Final = 2
 _sync_file_range: Final = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_BLOCK_BYTES: Final = 512
+"""Unit of st_blocks; man 3type stat."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REMOVED: Final = ".removed-"
 _FILE_MODE: Final = 0o444
 _FOLDER_MODE: Final = 0o755
@@ -239,6 +242,27 @@ class ModelFolder:
             for file in (held.listing.files if key != but else ())
         }
 
+    def staging_bytes(self, model: str, revision: str) -> int:
+        """Bytes that files on their way take; those that another revision has too are counted there."""
+        taken = 0
+        for folder, _, names in os.walk(self.root / model / f".{revision}.staging"):
+            for name in names:
+                status = os.lstat(Path(folder, name))
+                taken += status.st_blocks * _BLOCK_BYTES if status.st_nlink == 1 else 0
+        return taken
+
+    def check_room(self, model: str, revision: str, size_bytes: int) -> None:
+        """Raise `OSError`, of a full disk, when the file system has no room for what is missing of `size_bytes`."""
+        missing_bytes = size_bytes - self.staging_bytes(model, revision)
+        free_bytes = self.free_bytes
+        if missing_bytes > free_bytes:
+            raise _full(self.root, missing_bytes, free_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left for this process."""
+        return _free_bytes(os.statvfs(self.root))
+
     def sizes(self) -> dict[tuple[str, str], int]:
         """Bytes that would go with each revision; a file of several counts for the first of them."""
         sizes: dict[tuple[str, str], int] = {}
@@ -311,16 +335,34 @@ def read_at(fd: int, offset: int, size_bytes: int) -> memoryview:
     return piece[:done]
 
 
-def allocate(fd: int, size_bytes: int) -> None:
-    """Give a file its size and its blocks, so that a full disk is noticed before bytes travel. Raises `OSError`."""
+def allocate(fd: int, size_bytes: int, path: Path) -> None:
+    """Give a file its size and its blocks, so that a full disk is noticed before bytes travel.
+
+    Raises `OSError`; of a full disk it names `path` and what is missing.
+    """
     if not size_bytes:
         return
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as e:
+        if is_full(e):
+            raise _full(path, size_bytes, _free_bytes(os.fstatvfs(fd))) from e
         if e.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
     os.ftruncate(fd, size_bytes)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that a file system or a quota has no room."""
+    return error.errno in _FULL
+
+
+def _free_bytes(status: os.statvfs_result) -> int:
+    return status.f_bavail * status.f_frsize
+
+
+def _full(path: Path, size_bytes: int, free_bytes: int) -> OSError:
+    return OSError(errno.ENOSPC, f"{size_bytes} B wanted, its file system has {free_bytes} B free", str(path))
 
 
 def copy_chunks(fd: int, offset: int, chunks: tuple[Chunk, ...], here: dict[str, Place]) -> bool:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.policy.operations import MESSAGE_CHARS_MAX
-from kvstrata_agent.weights.folder import ModelFolder, read_at
+from kvstrata_agent.weights.folder import ModelFolder, is_full, read_at
 from kvstrata_agent.weights.plan import Cause, Fault, Resident, plan_for_kv, plan_room
 from kvstrata_agent.weights.source import open_source
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
-from kvstrata_api.directories import directories_of
+from kvstrata_api.directories import MODEL_TIERS_TEXT, directories_of, holds_models
 from kvstrata_api.errors import (
     AgentAwayError,
     BackendFailedError,
@@ -33,13 +35,13 @@ from kvstrata_api.errors import (
     UnsupportedError,
 )
 from kvstrata_api.models.poolnode import MODELS_MAX, ModelReport
-from kvstrata_api.tiers import TierType
 from kvstrata_kube.tasks import cancel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from kvstrata_agent.backends.memory.persistence import PersistenceRoot
     from kvstrata_agent.backends.registry import ReadSecret
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
@@ -60,7 +62,7 @@ RETRY_S_MAX: Final = 300.0
 ROOM_POLL_INTERVAL_S: Final = 0.1
 """Polling interval of KV that leaves; the sweep that moves it comes round as often."""
 SOURCE_PATH: Final = "source"
-"""Where bytes come from on a node without a memory tier."""
+"""Where bytes come from that go to memory, and all on a node without a memory tier."""
 LEFT_WEIGHT: Final = 100
 """Of a revision that no order names any more."""
 
@@ -75,6 +77,19 @@ class _RefusedError(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Folders of the agent, beside those of its tiers."""
+
+    memory: PersistenceRoot = NO_PERSISTENCE
+    """Where tiers of host memory have their files."""
+    closed: tuple[Path, ...] = ()
+    """No source of weights, as folders of tiers are none."""
+
+
+NO_FOLDERS: Final = Folders()
+
+
 @dataclass(slots=True)
 class _Run:
     """One order."""
@@ -86,7 +101,7 @@ class _Run:
     staging: Staging | None = None
     """Under way."""
     reserved_bytes: int = 0
-    """Of the tier, for files on their way."""
+    """Of the tier, for files on their way; between two tries what has come of them."""
     counted: dict[Origin, int] = field(default_factory=dict)
     """Bytes that the metrics know of."""
 
@@ -105,18 +120,18 @@ class Models:
         provisioner: Provisioner,
         read_secret: ReadSecret | None = None,
         peers: WeightPeers | None = None,
-        *,
-        closed: Sequence[Path] = (),
+        folders: Folders = NO_FOLDERS,
     ) -> None:
-        """Nothing is read before `follow`. Folders `closed`, and those of tiers, are no source of weights."""
-        self._closed = tuple(closed)
+        """Nothing is read before `follow`."""
+        self._closed = folders.closed
+        self._memory = folders.memory
         self._node = node
         self._scheduler = scheduler
         self._provisioner = provisioner
         self._read_secret = read_secret
         self._peers = peers
         self._folders: dict[str, ModelFolder] = {}
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, _RefusedError] = {}
         """Why a tier has no folder."""
         self._runs: dict[str, _Run] = {}
         self._refused: tuple[ModelReport, ...] = ()
@@ -179,8 +194,7 @@ class Models:
 
     async def _open_folders(self, wanted: set[str]) -> None:
         """Take up the folders of tiers that are up, and let go of those of tiers that are not."""
-        tiers = {t.name: t for t in self._node.tiers if t.spec.type is TierType.NVME}
-        roots = {name: Path(t.spec.nvme.directories[0]) for name, t in tiers.items() if t.spec.nvme is not None}
+        roots = self._roots()
         for name in [n for n, folder in self._folders.items() if roots.get(n) != folder.root.parent]:
             runs = [run for run in self._runs.values() if run.order.tier == name]
             await cancel([run.task for run in runs if run.task is not None])
@@ -191,11 +205,24 @@ class Models:
             try:
                 folder = await in_thread(None, partial(_opened, roots[name], is_wanted=name in wanted))
             except (OSError, InvalidInputError) as e:
-                self._errors[name] = str(e)
+                self._errors[name] = _RefusedError(Fault.TIER_ABSENT, str(e))
                 continue
             if folder is not None:
                 self._folders[name] = folder
                 self._errors.pop(name, None)
+
+    def _roots(self) -> dict[str, Path]:
+        """Directories of the tiers that are up and can hold weights; why another one cannot is in `_errors`."""
+        roots: dict[str, Path] = {}
+        for tier in self._node.tiers:
+            if tier.spec.nvme is not None:
+                roots[tier.name] = Path(tier.spec.nvme.directories[0])
+            elif holds_models(tier.spec):
+                try:
+                    roots[tier.name] = replace(self._memory, tier=tier.name).tier_directory()
+                except UnsupportedError as e:
+                    self._errors[tier.name] = _RefusedError(Fault.UNSUPPORTED, str(e))
+        return roots
 
     async def _drop_unwanted(self) -> None:
         """Remove files on their way that no order names."""
@@ -225,7 +252,7 @@ class Models:
                 if isinstance(e, BlockCorruptError | InvalidInputError):
                     await self._start_over(run)
             except OSError as e:
-                reason = Fault.DISK_FULL if e.errno in _FULL else Fault.DISK_FAILED
+                reason = Fault.DISK_FULL if is_full(e) else Fault.DISK_FAILED
                 self._failed(run, reason, f"{e.filename or run.order.tier}: {e.strerror or e}")
             except Exception as e:  # noqa: BLE001  A task root: whatever it was, it is reported.
                 _log.exception("model failed", extra={"model": run.order.name})
@@ -235,9 +262,24 @@ class Models:
             finally:
                 self._count(run)
                 run.staging, run.reserved_bytes = None, 0
+            folder = self._folders.get(run.order.tier)
+            if folder is not None:
+                run.reserved_bytes = await in_thread(None, partial(folder.staging_bytes, *run.key))
             await self._settle()
-            await asyncio.sleep(pause_s)
+            await self._pause(run, pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+    async def _pause(self, run: _Run, pause_s: float) -> None:
+        """Wait for the next try: so long, and after a full disk until it has room, if that is sooner."""
+        folder = self._folders.get(run.order.tier)
+        ends_s = time.monotonic() + pause_s
+        while (left_s := ends_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, RETRY_S))
+            if folder is None or run.report.reason != Fault.DISK_FULL:
+                continue
+            free_bytes = await in_thread(None, lambda: folder.free_bytes)
+            if free_bytes >= run.report.size_bytes - run.reserved_bytes:
+                return
 
     async def _start_over(self, run: _Run) -> None:
         """Forget what was listed: the next try may find other files."""
@@ -274,7 +316,7 @@ class Models:
                 listing = await staging.run()
             held = folder.revisions[run.key]
             _log.info("model staged", extra={"model": order.name, "path": str(held.path), "bytes": listing.size_bytes})
-        run.report = _whole(_progress(run), held)
+        run.report = self._whole(_progress(run), held)
         run.reserved_bytes = 0
         await self._settle()
 
@@ -288,16 +330,18 @@ class Models:
         if folder is not None:
             return folder
         tier = self._node.tier(name)
-        if tier is not None and tier.spec.type is not TierType.NVME:
-            raise _RefusedError(
-                Fault.UNSUPPORTED, f"tier {name} is {tier.spec.type.value}: weights are files of NVMe tiers"
-            )
-        raise _RefusedError(Fault.TIER_ABSENT, self._errors.get(name, f"tier {name} is not up on this node"))
+        if tier is not None and not holds_models(tier.spec):
+            raise _RefusedError(Fault.UNSUPPORTED, f"tier {name} is {tier.spec.type.value}: {MODEL_TIERS_TEXT}")
+        found = self._errors.get(name)
+        if found is not None:
+            raise _RefusedError(found.reason, str(found))
+        raise _RefusedError(Fault.TIER_ABSENT, f"tier {name} is not up on this node")
 
     def _turn(self, run: _Run, size_bytes: int) -> AbstractAsyncContextManager[None]:
         """Weights go where blocks go that are demoted to the tier, and share that path with them."""
         memory = next((t.name for t in self._node.tiers if t.backend.capabilities.is_memory), SOURCE_PATH)
-        return self._scheduler.weights(memory, run.order.tier, run.order.name, run.order.weight, size_bytes)
+        source = memory if memory != run.order.tier else SOURCE_PATH
+        return self._scheduler.weights(source, run.order.tier, run.order.name, run.order.weight, size_bytes)
 
     async def _reserve(self, run: _Run, size_bytes: int) -> None:
         """Make room for a model, and wait until KV has left it. Raises `_RefusedError` when that cannot be."""
@@ -307,7 +351,7 @@ class Models:
             raise _RefusedError(Fault.TIER_ABSENT, f"tier {name} is not up on this node")
         async with self._room:
             granted_bytes = self._provisioner.granted_bytes(name)
-            left_bytes = granted_bytes - self._reserved(name)
+            left_bytes = granted_bytes - self._reserved(name) + run.reserved_bytes
             residents = await self._residents(name)
             room = plan_room(left_bytes, residents, size_bytes)
             if room.is_too_large and size_bytes > granted_bytes - granted_bytes // 16:
@@ -417,8 +461,13 @@ class Models:
             for key, held in folder.revisions.items():
                 if key not in wanted:
                     fields = {"name": held.model, "uid": "", "revision": held.revision}
-                    found.append(self._seen(_whole(ModelReport(state="Staged", **fields), held), key))
+                    found.append(self._seen(self._whole(ModelReport(state="Staged", **fields), held), key))
         return tuple(sorted([*found, *self._refused], key=lambda r: (r.name, r.revision))[: 2 * MODELS_MAX])
+
+    def _whole(self, report: ModelReport, held: Revision) -> ModelReport:
+        size_bytes, path = held.listing.size_bytes, self._memory.on_host(held.path)
+        update = {"size_bytes": size_bytes, "staged_bytes": size_bytes, "digest": held.digest, "path": str(path)}
+        return report.model_copy(update={**update, "state": "Staged", "reason": "", "message": ""})
 
     def _seen(self, report: ModelReport, key: tuple[str, str]) -> ModelReport:
         return report.model_copy(update={"in_use": report.state == "Staged" and self._in_use.get(key, False)})
@@ -452,9 +501,6 @@ class Models:
         path = staging.path_of(files[0], at.offset + size_bytes) if files else None
         return await _read(path, at.offset, size_bytes)
 
-
-_FULL: Final = frozenset({28, 122})
-"""ENOSPC and EDQUOT; include/uapi/asm-generic/errno.h."""
 
 _REASONS: Final[Sequence[tuple[type[KvStrataError], Fault]]] = (
     (BlockCorruptError, Fault.DIGEST_MISMATCH),
@@ -491,16 +537,11 @@ def _progress(run: _Run) -> ModelReport:
     return run.report.model_copy(update=counts)
 
 
-def _whole(report: ModelReport, held: Revision) -> ModelReport:
-    size_bytes = held.listing.size_bytes
-    update = {"size_bytes": size_bytes, "staged_bytes": size_bytes, "digest": held.digest, "path": str(held.path)}
-    return report.model_copy(update={**update, "state": "Staged", "reason": "", "message": ""})
-
-
 def _opened(root: Path, *, is_wanted: bool) -> ModelFolder | None:
     """Open and read the folder below a tier's; None where there is none and none is wanted."""
     if not is_wanted and not ModelFolder.is_at(root):
         return None
+    root.mkdir(parents=True, exist_ok=True)  # Of a memory tier: it has one for weights alone.
     folder = ModelFolder(root)
     folder.scan()
     return folder

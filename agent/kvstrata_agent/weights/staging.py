@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
-from kvstrata_agent.backends.threads import in_thread
+from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.weights.folder import Known, allocate, copy_chunks, read_at, seal, write_at
 from kvstrata_agent.weights.listing import (
@@ -241,6 +241,8 @@ class Staging:
         self.progress.size_bytes = listing.size_bytes
         await self.reserve(listing.size_bytes)
         await self._clean({file.path for file in listing.files})
+        held = self.folder.files(self.wanted.key)
+        await self._check_room(sum(file.size_bytes for file in listing.files if file.sha256 not in held))
         await self._together([partial(self._file, file, at) for at, file in enumerate(listing.files)])
         return listing
 
@@ -251,6 +253,7 @@ class Staging:
         self.progress.size_bytes = size_bytes = sum(file.size_bytes for file in before)
         await self.reserve(size_bytes)
         await self._clean({file.path for file in before})
+        await self._check_room(size_bytes)
         try:
             files = await self._together([partial(self._discovered, file) for file in before])
         finally:
@@ -258,6 +261,10 @@ class Staging:
         if await source.files() != before:
             raise RetryableError("the source has changed while it was read")
         return listing_of(tuple(files))
+
+    async def _check_room(self, size_bytes: int) -> None:
+        """Look whether the disk has room before the first byte travels: the budget is of the tier, not of the disk."""
+        await in_thread(None, partial(self.folder.check_room, *self.wanted.key, size_bytes))
 
     async def _discovered(self, seen: SourceFile) -> ModelFile:
         mark, found = self._known.found.get(seen.path, ("", None))
@@ -349,12 +356,10 @@ class Staging:
                 piece, origin, names = await task
                 ahead.popleft()
                 chunks += [Chunk(c.size_bytes, name) for c, name in zip(run.chunks, names, strict=True)]
-                is_here = origin in (Origin.KEPT, Origin.SHARED)
-                if is_here:
-                    await in_thread(None, partial(hasher.update, piece))
-                else:
-                    async with self.turn(run.size_bytes):
-                        await in_thread(None, partial(_take, fd, run.offset, piece, hasher))
+                work = [in_thread(None, partial(hasher.update, piece))]
+                if origin not in (Origin.KEPT, Origin.SHARED):
+                    work.append(self._write(fd, run.offset, piece))
+                await together(work)
                 self._count(file.path, run.offset + run.size_bytes, run.size_bytes, origin)
         finally:
             await _end([task for _, task in ahead])
@@ -362,6 +367,10 @@ class Staging:
         if file.sha256 not in ("", digest):
             raise BlockCorruptError(f"{file.path}: SHA-256 {digest}, {file.sha256} is wanted")
         return ModelFile(file.path, file.size_bytes, digest, tuple(chunks))
+
+    async def _write(self, fd: int, offset: int, piece: memoryview) -> None:
+        async with self.turn(len(piece)):
+            await in_thread(None, partial(write_at, fd, offset, piece))
 
     def _count(self, path: str, end: int, size_bytes: int, origin: Origin) -> None:
         self.progress.by_origin[origin] += size_bytes
@@ -471,11 +480,6 @@ def _names(piece: memoryview, chunks: tuple[Chunk, ...]) -> list[str]:
     return names
 
 
-def _take(fd: int, offset: int, piece: memoryview, hasher: hashlib._Hash) -> None:
-    write_at(fd, offset, piece)
-    hasher.update(piece)
-
-
 def _open(path: Path, size_bytes: int) -> tuple[int, bool]:
     """Open a file on its way, with all of its blocks; and whether an earlier try has begun it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -490,9 +494,11 @@ def _open(path: Path, size_bytes: int) -> tuple[int, bool]:
         is_begun = False
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        allocate(fd, size_bytes)
+        allocate(fd, size_bytes, path)
     except OSError:
         os.close(fd)
+        if not is_begun:
+            path.unlink()  # The blocks that it got before there were no more of them are KV's again.
         raise
     return fd, is_begun
 

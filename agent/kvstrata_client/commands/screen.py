@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 from kvstrata_api.errors import KvStrataError
 from kvstrata_client.commands.top import Tab, View, clock, order
 
-_NAMES: Final = ("Nodes", "Tiers", "Tenants", "Sessions", "Operations", "Findings")
+_NAMES: Final = ("Nodes", "Tiers", "Tenants", "Sessions", "Operations", "Models", "Findings")
 _STYLES: Final = {"BROKEN": "bold red", "WARNING": "yellow"}
 
 

@@ -78,9 +78,9 @@ class Source:
 def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
     found.description = (
-        "Nodes, tiers, tenants, sessions, operations and findings, looked at again every few seconds with kubectl. "
-        "Keys: 1 to 6 choose a table, s sorts by the next column, / filters, enter shows a row in full, r looks now, "
-        "q ends. "
+        "Nodes, tiers, tenants, sessions, operations, weights of models and findings, looked at again every few "
+        "seconds with kubectl. Keys: 1 to 7 choose a table, s sorts by the next column, / filters, enter shows a row "
+        "in full, r looks now, q ends. "
         "`kvstrata status` prints the same once."
     )
     found.epilog = "example: kvstrata top --prometheus http://127.0.0.1:9090"
@@ -122,17 +122,21 @@ def view(at: Json, findings: Sequence[doctor.Finding], answers: Mapping[str, Sam
         not broken,
         (
             Tab("Nodes", *status.node_rows(at["nodes"]), note="no pool has a node"),
-            Tab("Tiers", *_tiers(at["pools"], answers), note="no pool is declared"),
+            Tab("Tiers", *_tiers(at["pools"], at["models"], answers), note="no pool is declared"),
             Tab("Tenants", *_tenants(at["tenants"], answers), note="no tenant is declared"),
             Tab("Sessions", *_sessions(answers), note=trouble or "no engine has one"),
             Tab("Operations", *status.operation_rows(at["operations"]), note="none was asked for"),
+            Tab("Models", *_models(at["models"]), note="no KVModelCache is declared"),
             Tab("Findings", *_findings(findings), note="nothing is wrong"),
         ),
     )
 
 
-def _tiers(pools: Sequence[Json], answers: Mapping[str, Samples]) -> status.Table:
+def _tiers(pools: Sequence[Json], models: Sequence[Json], answers: Mapping[str, Samples]) -> status.Table:
     head, rows = status.tier_rows(pools)
+    staged: Counter[tuple[str, str]] = Counter()
+    for model in models:
+        staged[model["pool"], model["tier"]] += _staged_bytes(model)
     moved = answers.get("moved", ())
     rates = [
         tuple(
@@ -141,7 +145,19 @@ def _tiers(pools: Sequence[Json], answers: Mapping[str, Samples]) -> status.Tabl
         )
         for row in rows
     ]
-    return (*head, "IN/S", "OUT/S"), [(*row, *rate) for row, rate in zip(rows, rates, strict=True)]
+    cells = [(*row, format_rounded(staged[row[0], row[1]])) for row in rows]
+    return (*head, "WEIGHTS", "IN/S", "OUT/S"), [(*row, *rate) for row, rate in zip(cells, rates, strict=True)]
+
+
+def _models(models: Sequence[Json]) -> status.Table:
+    head, rows = status.model_rows(models)
+    more = [(model["tier"] or "-", format_rounded(_staged_bytes(model))) for model in models]
+    return (*head, "TIER", "STAGED"), [(*row, *cells) for row, cells in zip(rows, more, strict=True)]
+
+
+def _staged_bytes(model: Json) -> int:
+    """Bytes of a KVModelCache over all nodes, those on their way included."""
+    return sum(node["stagedBytes"] for node in model["nodes"])
 
 
 def _tenants(tenants: Sequence[Json], answers: Mapping[str, Samples]) -> status.Table:

@@ -8,10 +8,7 @@ from kvstrata_api.models.base import ApiModel, Count, Name, ObjectMeta, Text
 from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.models.operation import FAILURES_MAX, OperationFailure, OperationNodes
 from kvstrata_api.models.pool import SecretRef
-from kvstrata_api.tiers import TierType
 
-MODEL_TIERS: Final = (TierType.NVME,)
-"""Types of the tiers that hold weights, as files in a folder beside what else the tier has."""
 DEADLINE_S: Final = 3_600
 """Default of `spec.deadlineSeconds`."""
 MODEL_WEIGHT: Final = 100
@@ -49,7 +46,8 @@ class KVModelCacheSpec(ApiModel):
     pool_ref: Name = Field(description="KVPool whose nodes, agents and tier hold them.")
     tier: Name | None = Field(
         None,
-        description="Tier of the pool, of type NVMe: weights count as bytes of it. Absent: its first of that type.",
+        description="Tier of the pool, of type NVMe, or HostDRAM with pageSize 4Ki: weights count as bytes of it. "
+        "Absent: its first of type NVMe.",
     )
     source: ModelSource = Field(description="Where the files come from.")
     revision: Revision = Field(

@@ -17,11 +17,11 @@ from kvstrata_operator.decide.agents.agents import Agents, agents_of
 from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.directory.redis import RedisState
 from kvstrata_operator.decide.incremental import FleetFacts, Members
-from kvstrata_operator.decide.models.model_status import model_status
+from kvstrata_operator.decide.models.model_status import failure_notes, model_status
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operation_status import operation_notes, operation_status
 from kvstrata_operator.decide.operations.operations import Operation
-from kvstrata_operator.decide.plan.actions import Merge, StatusWrite
+from kvstrata_operator.decide.plan.actions import Merge, Note, StatusWrite
 from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, conditions_only, differs, notes_of, refused
 from kvstrata_operator.decide.pools import autoscaling, lifecycle, pool_status
 from kvstrata_operator.decide.pools.placement import Placement
@@ -59,10 +59,10 @@ def plan_statuses(view: View, fleet: FleetFacts, setting: Setting, now: datetime
         *_tenants(view, fleet, setting.namespace, tenants, contested, now),
         *_domains(trust, setting.namespace, tenants, now),
         *_shares(trust, pools, fleet.sums.share_hits, setting.namespace, tenants, now),
-        *_model_caches(view, fleet, now),
     ]
     writes = (_write(declared, status) for declared, status in wanted)
-    return tuple(write for write in (*writes, *_operations(view, fleet, now)) if write is not None)
+    more = (*_model_caches(view, fleet, now), *_operations(view, fleet, now))
+    return tuple(write for write in (*writes, *more) if write is not None)
 
 
 _Wanted = Iterator[tuple[Declared[Any], dict[str, Any]]]
@@ -203,10 +203,17 @@ def _shares(
         yield share, share_status(share, ShareSeen(declared, fault, has_key, units.coarse(hits.get(share.uid, 0))), now)
 
 
-def _model_caches(view: View, fleet: FleetFacts, now: datetime) -> _Wanted:
+def _model_caches(view: View, fleet: FleetFacts, now: datetime) -> Iterator[StatusWrite | None]:
     for name, cache in sorted(view.pools.model_caches.items()):
         if not cache.is_deleting and name in fleet.models:
-            yield cache, model_status(fleet.models[name], cache, now)
+            status = model_status(fleet.models[name], cache, now)
+            write = _write(cache, status)
+            notes = failure_notes(cache, status)
+            yield _noting(write, write.action.notes + notes) if write is not None else None
+
+
+def _noting(write: StatusWrite, notes: tuple[Note, ...]) -> StatusWrite:
+    return replace(write, action=replace(write.action, notes=notes))
 
 
 def _operations(view: View, fleet: FleetFacts, now: datetime) -> Iterator[StatusWrite | None]:
@@ -219,7 +226,7 @@ def _operations(view: View, fleet: FleetFacts, now: datetime) -> Iterator[Status
         progress = _progress(operation, view, arounds, now)
         write = _write(operation, operation_status(operation, progress, now))
         notes = operation_notes(operation, progress)
-        yield replace(write, action=replace(write.action, notes=notes)) if write is not None else None
+        yield _noting(write, notes) if write is not None else None
 
 
 def _progress(

@@ -82,15 +82,30 @@ def declare(plane: ControlPlane, agent: Agent, tiers: list[Json]) -> None:
 
 
 @contextmanager
-def serving(plane: ControlPlane, kubeconfig: Path, operator_config: Path, folder: Path) -> Iterator[Fleet]:
-    """A fleet whose agents are ready, with 16 MiB of memory and 64 MiB of NVMe on each node."""
+def serving(
+    plane: ControlPlane,
+    kubeconfig: Path,
+    operator_config: Path,
+    folder: Path,
+    dram_bytes: int = 16 * MIB,
+    memory: Path | None = None,
+) -> Iterator[Fleet]:
+    """A fleet whose agents are ready, with so much memory and 64 MiB of NVMe on each node.
+
+    With `memory`, a folder on a tmpfs, blocks in memory outlive an agent, and weights can lie there.
+    """
     agents = [Agent(plane, kubeconfig, folder / node) for node in NODES]
     for agent, node in zip(agents, NODES, strict=True):
         agent.pool, agent.home = agents[0].pool, folder / node
         agent.node = f"{agent.pool}-{node}"
         agent.home.mkdir()
+        agent.memory_dir = memory / node if memory is not None else None
         make_node(agent)
-    declare(plane, agents[0], [dram(16 * MIB), nvme(folder / "nvme", 64 * MIB)])
+    declare(
+        plane,
+        agents[0],
+        [dram(dram_bytes, persistence="None" if memory is None else "AgentRestart"), nvme(folder / "nvme", 64 * MIB)],
+    )
     made = Fleet(plane, agents, operator_config, folder)
     try:
         with agents[0], agents[1]:

@@ -57,11 +57,29 @@ def test_rates_and_sessions_are_prometheus_s_and_the_rest_is_the_overview() -> N
     shown = view_of(seen(node("n0", GIB)), answers)
 
     tabs = {tab.name: tab for tab in shown.tabs}
-    assert tabs["Tiers"].rows == [("demo", "dram", "HostDRAM", "-", "2Gi", "1Gi (50 %)", "3Mi/s", "1Ki/s")]
+    assert tabs["Tiers"].rows == [("demo", "dram", "HostDRAM", "-", "2Gi", "1Gi (50 %)", "0", "3Mi/s", "1Ki/s")]
     assert tabs["Sessions"].head == ("POOL", "NODE", "ARCHIVED", "DECODING", "ALL")
     assert tabs["Sessions"].rows == [("demo", "n0", "1", "4", "5")]
     assert tabs["Nodes"].rows[0][:3] == ("demo", "n0", "yes")
     assert shown.summary.startswith("1/1 nodes Ready, 1Gi of 2Gi (50 %), 0 tenants")
+
+
+def test_weights_are_counted_by_model_and_by_tier() -> None:
+    nodes = [node("n0", GIB), node("n1", GIB)]
+    for one, staged in zip(nodes, (3 << 20, 1 << 20), strict=True):
+        one["status"]["models"] = [{"name": "m", "uid": "u", "revision": "r", "state": "Staged", "stagedBytes": staged}]
+    cache = {
+        "kind": "KVModelCache",
+        "metadata": {"name": "m", "uid": "u"},
+        "spec": {"poolRef": "demo", "revision": "r", "source": {"url": "s3://m"}},
+        "status": {"tier": "dram", "sizeBytes": 3 << 20, "summary": "1/2 nodes"},
+    }
+    tabs = {tab.name: tab for tab in view_of(seen(*nodes, cache)).tabs}
+
+    assert dict(zip(tabs["Tiers"].head, tabs["Tiers"].rows[0], strict=True))["WEIGHTS"] == "4Mi"
+    (row,) = tabs["Models"].rows
+    found = dict(zip(tabs["Models"].head, row, strict=True))
+    assert (found["MODEL"], found["TIER"], found["STAGED"], found["NODES"]) == ("m", "dram", "4Mi", "1/2 nodes")
 
 
 def test_without_prometheus_the_screen_says_what_brings_sessions() -> None:
@@ -121,7 +139,7 @@ def test_keys_choose_sort_filter_and_show_in_full() -> None:
         assert [row[1] for row in rows_of(app, "Nodes")] == ["n1"]
         await pilot.press("enter")
         assert isinstance(app.screen, Row)
-        await pilot.press("escape", "6")
+        await pilot.press("escape", "7")
         assert app.query_one(TabbedContent).active == "Findings"
         assert rows_of(app, "Findings") == [], "the filter holds for every table"
 

@@ -112,6 +112,51 @@ def test_a_pool_without_a_fitting_tier_has_no_place() -> None:
     assert condition(fleet.objects[ref], "Accepted") == ("False", "TierNotFound")
 
 
+@pytest.mark.parametrize(
+    ("page_size", "reason"), [("4Ki", "Accepted"), ("2Mi", "TierUnsuitable"), ("1Gi", "TierUnsuitable")]
+)
+def test_memory_holds_weights_where_it_is_named_and_has_pages_that_files_can_have(page_size: str, reason: str) -> None:
+    fleet = Fleet()
+    fleet.pool("p", pool_spec([tier("dram", size="100Gi", hostDRAM={"pageSize": page_size})]))
+    put_node(fleet, 0)
+    ref = declare(fleet, tier="dram")
+    unnamed = declare(fleet, "u")
+    fleet.settle()
+
+    assert condition(fleet.objects[unnamed], "Accepted") == ("False", "TierNotFound")
+    is_accepted = reason == "Accepted"
+    assert condition(fleet.objects[ref], "Accepted") == (str(is_accepted), reason)
+    assert chosen(fleet) == ({"n0"} if is_accepted else set())
+    if not is_accepted:
+        message = next(c["message"] for c in status(fleet, ref)["conditions"] if c["type"] == "Accepted")
+        assert f"is of type HostDRAM and has pages of {page_size}; weights lie in" in message
+
+
+def test_a_failure_is_an_event_once_and_what_passes_is_none() -> None:
+    fleet = running()
+    ref = declare(fleet)
+    fleet.settle()
+    answer(fleet, "n0", state="Failed", reason="DiskFull", message="60 B wanted, 30 B free")
+    answer(fleet, "n1", state="Staging", reason="WaitingForRoom")
+
+    assert notes(fleet, ref) == [("DiskFull", "1 x, n0: 60 B wanted, 30 B free")]
+    fleet.settle()
+    answer(fleet, "n2", state="Failed", reason="DiskFull", message="60 B wanted, 20 B free")
+    assert notes(fleet, ref) == []
+    fleet.settle()
+    for node in ("n0", "n2"):
+        answer(fleet, node)
+    fleet.settle()
+    answer(fleet, "n0", state="Failed", reason="DiskFull", message="again")
+    assert notes(fleet, ref) == [("DiskFull", "1 x, n0: again")]
+
+
+def notes(fleet: Fleet, ref: Ref) -> list[tuple[str, str]]:
+    """Events about an object that the next status of it brings."""
+    writes = plan_statuses(*fleet.seen(), SETTING, fleet.now)
+    return [(n.reason, n.message) for w in writes if w.action.ref == ref for n in w.action.notes]
+
+
 def test_nodes_are_meant_by_name_and_by_labels_together() -> None:
     fleet = running(4)
     put_node(fleet, 3, rack="r7")

@@ -271,6 +271,7 @@ def _config(wanted: _Wanted, given: argparse.Namespace) -> Config:
         socket=wanted.socket,
         state_dir=wanted.state_dir,
         memory_dir=given.memory_dir.absolute() if given.memory_dir else wanted.state_dir / "memory",
+        memory_host_dir=None,
         namespace=names.SYSTEM_NAMESPACE,
         kubeconfig=None,
         metrics_host="127.0.0.1",

@@ -21,8 +21,10 @@ from kvstrata_agent.backends.memory.persistent_extents import (
     held_bytes,
     remove_files,
 )
-from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError
+from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
+from kvstrata_api.names import MODELS_FOLDER
 from kvstrata_api.units import GIB, KIB, MIB
+from kvstrata_node import directories
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,7 @@ _PLACE_FILE: Final = "memory-place"
 """Beside the ledgers: the directory with the bytes, for whoever finds the ledgers when the tier is gone."""
 _TRIAL_FILE: Final = "trial"
 _SMALL_PAGE_BYTES: Final = 4 * KIB
+_NO_DIRECTORY: Final = "start the agent with --memory-dir on a tmpfs of the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,25 @@ class PersistenceRoot:
     mounts: list[Mount] = field(default_factory=list)
     tier: str = ""
     """Name of the tier in question."""
+    host_directory: Path | None = None
+    """`directory` as the host and its pods name it; None where that is the same."""
+
+    def tier_directory(self) -> Path:
+        """Directory of the tier's own, for files that engines open by their path. Made by whoever writes there.
+
+        Raises `UnsupportedError`, which states what is missing, where there is none on a tmpfs.
+        """
+        if self.directory is None:
+            raise UnsupportedError(f"tier {self.tier}: {_NO_DIRECTORY}")
+        if not is_memory(self.directory.resolve(), self.mounts):
+            raise UnsupportedError(f"tier {self.tier}: {_no_tmpfs(self.directory)}")
+        return self.directory / self.pool / self.tier
+
+    def on_host(self, path: Path) -> Path:
+        """A path of this process as the host names it."""
+        if self.directory is None or self.host_directory is None or not path.is_relative_to(self.directory):
+            return path
+        return self.host_directory / path.relative_to(self.directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +151,9 @@ def choose_directories(
     if persistence == "None":
         return NOWHERE
     if root.directory is None:
-        return _ends_with_agent(persistence, "start the agent with --memory-dir on a tmpfs of the host")
+        return _ends_with_agent(persistence, _NO_DIRECTORY)
     if not is_memory(root.directory.resolve(), root.mounts):
-        return _ends_with_agent(persistence, f"{root.directory} is not on a tmpfs; mount one there")
+        return _ends_with_agent(persistence, _no_tmpfs(root.directory))
     own = root.directory / root.pool / root.tier / root.node
     if path is None and page_bytes == _SMALL_PAGE_BYTES:
         return TierDirectories(own, own)
@@ -139,6 +161,10 @@ def choose_directories(
     if other is None:
         return _ends_with_agent(persistence, f"no hugetlbfs with pages of {page_bytes} B is mounted")
     return TierDirectories(own, other / "kvstrata" / root.pool / root.tier / root.node, page_bytes=page_bytes)
+
+
+def _no_tmpfs(directory: Path) -> str:
+    return f"{directory} is not on a tmpfs; mount one there"
 
 
 def _ends_with_agent(persistence: Persistence, reason: str) -> TierDirectories:
@@ -172,10 +198,20 @@ def lacks_room(outcome: TierDirectories, capacity_bytes: int) -> str:
     assert outcome.ledger_dir is not None
     nearest = next(p for p in (outcome.ledger_dir, *outcome.ledger_dir.parents) if p.exists())
     status = os.statvfs(nearest)
-    room_bytes = status.f_bavail * status.f_frsize + outcome.own_bytes
+    room_bytes = status.f_bavail * status.f_frsize + outcome.own_bytes + _weights_bytes(outcome.ledger_dir.parent)
     if capacity_bytes <= room_bytes:
         return ""
     return f"memory ends with the agent: {capacity_bytes} B wanted, tmpfs {nearest} has room for {room_bytes} B"
+
+
+def _weights_bytes(tier_directory: Path) -> int:
+    """Bytes that weights of models take in a tier's directory: its capacity is for them as well."""
+    found = {}
+    for folder, _, names in os.walk(tier_directory / MODELS_FOLDER):
+        for name in names:
+            status = os.lstat(Path(folder, name))
+            found[status.st_ino] = status.st_blocks * 512  # Unit of st_blocks; man 3type stat.
+    return sum(found.values())
 
 
 def open_store(outcome: TierDirectories, make: Callable[[Path], Maker]) -> PersistentStore:
@@ -221,11 +257,25 @@ def _memory_dir(ledger_dir: Path) -> Path:
 
 
 def remove_abandoned(root: PersistenceRoot, wanted: frozenset[str]) -> list[str]:
-    """Give the memory of tiers back that are not declared any more; returns their names. Blocking."""
+    """Give the memory of tiers back that are not declared any more, weights too; returns their names. Blocking."""
     if root.directory is None or not (root.directory / root.pool).is_dir():
         return []
     gone = [p for p in sorted((root.directory / root.pool).iterdir()) if p.name not in wanted and p.is_dir()]
-    return [p.name for p in gone if remove_tier(replace(root, tier=p.name))]
+    return [p.name for p in gone if remove_tier(replace(root, tier=p.name)) | _remove_weights(p)]
+
+
+def _remove_weights(tier_directory: Path) -> bool:
+    """Give back what weights take; another agent that has them keeps them. An engine that has a file open keeps it."""
+    weights = tier_directory / MODELS_FOLDER
+    try:
+        lock = directories.lock(weights, "another agent process holds it")
+    except (InvalidInputError, OSError):
+        return False
+    try:
+        shutil.rmtree(weights)
+    finally:
+        os.close(lock)
+    return True
 
 
 def remove_tier(root: PersistenceRoot) -> bool:

@@ -15,10 +15,12 @@ from datetime import datetime, timedelta
 from heapq import heapify, heappop, heappush
 from typing import Final, TypeVar
 
-from kvstrata_api.models.model_cache import MODEL_TIERS, KVModelCache, KVModelCacheSpec
+from kvstrata_api.directories import MODEL_TIERS_TEXT, holds_models
+from kvstrata_api.models.model_cache import KVModelCache, KVModelCacheSpec
 from kvstrata_api.models.operation import OperationNodes
 from kvstrata_api.models.pool import KVPool, KVPoolSpec
 from kvstrata_api.models.poolnode import MODEL_PEERS_MAX, MODELS_MAX, ModelOrder
+from kvstrata_api.tiers import TierType
 from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.decide.pools.reconcile import ModelWant
 from kvstrata_operator.observe.kinds import parse_time
@@ -76,21 +78,23 @@ def fault_of(cache: ModelCache, pool: Declared[KVPool] | None) -> Fault | None:
 
 
 def _tier_fault(spec: KVModelCacheSpec, pool: KVPoolSpec) -> Fault | None:
-    types, fit = {tier.name: tier.type for tier in pool.tiers}, " or ".join(MODEL_TIERS)
     if spec.tier is None:
-        has_one = any(type_ in MODEL_TIERS for type_ in types.values())
-        return None if has_one else Fault("TierNotFound", f"pool {spec.pool_ref} has no tier of type {fit}")
-    if spec.tier not in types:
+        has_one = any(tier.type is TierType.NVME for tier in pool.tiers)
+        nowhere = f"pool {spec.pool_ref} has no tier of type {TierType.NVME}; spec.tier may name another one"
+        return None if has_one else Fault("TierNotFound", nowhere)
+    tier = next((tier for tier in pool.tiers if tier.name == spec.tier), None)
+    if tier is None:
         return Fault("TierNotFound", f"spec.tier: pool {spec.pool_ref} has no tier {spec.tier}")
-    if types[spec.tier] in MODEL_TIERS:
+    if holds_models(tier):
         return None
-    what = f"tier {spec.tier} of pool {spec.pool_ref} is of type {types[spec.tier]}"
-    return Fault("TierUnsuitable", f"spec.tier: {what}; weights lie in tiers of type {fit}")
+    pages = f" and has pages of {tier.host_dram.page_size}" if tier.host_dram is not None else ""
+    what = f"tier {spec.tier} of pool {spec.pool_ref} is of type {tier.type}{pages}"
+    return Fault("TierUnsuitable", f"spec.tier: {what}; {MODEL_TIERS_TEXT}")
 
 
 def tier_of(cache: KVModelCache, pool: KVPool) -> str:
-    """Name the tier that holds the weights, of a cache without fault."""
-    return cache.spec.tier or next(tier.name for tier in pool.spec.tiers if tier.type in MODEL_TIERS)
+    """Name the tier that holds the weights, of a cache without fault; memory only where it is named."""
+    return cache.spec.tier or next(tier.name for tier in pool.spec.tiers if tier.type is TierType.NVME)
 
 
 def found_digest(cache: ModelCache) -> str:

@@ -1,6 +1,7 @@
 """The status of a KVModelCache. Pure."""
 
 from collections import Counter
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -8,6 +9,7 @@ from kvstrata_api import units
 from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.model_cache import KVModelCacheSpec
 from kvstrata_api.models.operation import FAILURES_MAX, OperationFailure
+from kvstrata_api.reasons import REASONS, Weight
 from kvstrata_operator.decide.models.model_caches import (
     AT_WORK,
     EVICTED,
@@ -16,9 +18,14 @@ from kvstrata_operator.decide.models.model_caches import (
     found_digest,
     staging_since,
 )
+from kvstrata_operator.decide.plan.actions import Note, Severity
 from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, conditions_only
 from kvstrata_operator.observe.kinds import format_time
 
+_EVENTS: Final = frozenset(
+    reason.reason for reason in REASONS if "ModelsStaged" in reason.types and reason.weight is Weight.BROKEN
+)
+"""Failures of agents; what is away or waits is no news."""
 _MESSAGE_CHARS_MAX: Final = 512
 """Of one failure, as the CRD bounds it."""
 
@@ -43,6 +50,20 @@ def model_status(facts: CacheFacts, cache: ModelCache, now: datetime) -> dict[st
         "stagingSince": format_time(since) if since is not None else "",
         "failures": [failure.to_json() for failure in failures],
     }
+
+
+def failure_notes(cache: ModelCache, wanted: Mapping[str, Any]) -> tuple[Note, ...]:
+    """Make one Event for each reason why nodes have not all files that the stored status does not have.
+
+    `Staged` is False from the start, so that no condition flips when a disk is full.
+    """
+    stored: list[dict[str, Any]] = cache.status.get("failures") or []  # type: ignore[assignment]
+    known = {failure.get("reason") for failure in stored}
+    return tuple(
+        Note(cache.ref, cache.uid, f["reason"], f"{f['nodes']} x, {f['node']}: {f['message']}", Severity.WARNING)
+        for f in wanted["failures"]
+        if f["reason"] in _EVENTS - known
+    )
 
 
 _NOBODY: Final[dict[str, Any]] = {
