@@ -1,0 +1,122 @@
+"""Blocks that lie in the memory of a device are read there: opened once an extent, and copied on the device.
+
+What is copied is held against the agent's sum of the block, on the device and in the copy: whatever happens to the
+agent, or to its memory, meanwhile is a miss. The leases are ended after that, and only an agent that confirms that they
+lived makes the copies good. `names` of the double is `emulated`: host memory that both processes have mapped.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire import DeviceGrant
+from kvstrata_client.verbs.copying import copy_verified_each
+from kvstrata_client.verbs.results import Lease
+from kvstrata_native.devices import EMULATED, Opened, block_sums, open_cuda, open_host, packed, uuid_of
+
+
+class CudaDevices:
+    """CUDA devices of this process (`target.Devices`)."""
+
+    def __init__(self, indices: Sequence[int] | None = None) -> None:
+        """Open memory of these devices, by torch's number; None: of all that torch sees."""
+        self._indices = {uuid_of(i): i for i in (range(torch.cuda.device_count()) if indices is None else indices)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `target.Devices`."""
+        return tuple(self._indices)
+
+    def open(self, grant: DeviceGrant, fd: int) -> Opened:  # noqa: ARG002  A handle needs no descriptor.
+        """See `target.Devices`."""
+        try:
+            return open_cuda(self._indices[grant.device], grant.handle, grant.size_bytes)
+        except (OSError, RuntimeError) as e:
+            raise InvalidInputError(f"extent {grant.extent} of device {grant.device}: {e}") from e
+
+
+class HostDevices:
+    """The double of agents whose device is emulated in host memory (`target.Devices`)."""
+
+    names = (EMULATED,)
+
+    def open(self, grant: DeviceGrant, fd: int) -> Opened:
+        """See `target.Devices`."""
+        try:
+            return open_host(fd, grant.size_bytes)
+        except RuntimeError as e:
+            raise InvalidInputError(f"extent {grant.extent} of device {grant.device}: {e}") from e
+
+
+Put = Callable[[int, Any], None]
+"""Takes blocks, (blocks, block bytes) uint8 on the device, for the places from a first one on."""
+
+
+class Rows:
+    """Places on a device that blocks are loaded into (`prompt.load.DeviceRows`). One thread at a time.
+
+    A batch of blocks is copied to memory of our own on the device, verified there, and put where it belongs: as far as
+    it is right.
+    """
+
+    def __init__(self, put: Put, blocks: int, block_bytes: int, device: torch.device) -> None:
+        """Make room for `blocks`; `put` gets what was verified, on the stream that is current."""
+        self._put = put
+        self._blocks = blocks
+        self._block_bytes = block_bytes
+        self._device = device
+        self._room = torch.empty((0, block_bytes), dtype=torch.uint8, device=device)
+        self.in_place_blocks = 0
+        """Verified blocks that were copied on the device alone."""
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def copy(self, first: int, leases: Sequence[Lease]) -> Sequence[bool]:
+        """See `DeviceRows`."""
+        if len(self._room) < len(leases):
+            self._room = torch.empty((len(leases), self._block_bytes), dtype=torch.uint8, device=self._device)
+        room = self._room[: len(leases)]
+        try:
+            sound = self._copied(room, leases)
+        except RuntimeError:  # Of the device: torch's errors share no closer base. Nothing was verified.
+            return [False] * len(leases)
+        right = sound.index(False) if False in sound else len(sound)
+        self._put(first, room[:right])
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # The leases end behind this.
+        self.in_place_blocks += sum(lease.tensor is not None for lease in leases[:right])
+        return sound
+
+    def _copied(self, room: torch.Tensor, leases: Sequence[Lease]) -> list[bool]:
+        there = [i for i, lease in enumerate(leases) if lease.tensor is not None]
+        here = [i for i, lease in enumerate(leases) if lease.tensor is None]
+        sound = [False] * len(leases)
+        for i in there:
+            room[i].copy_(leases[i].tensor, non_blocking=True)
+        if there:
+            sums = block_sums(room if not here else room[there]).tolist()
+            for i, total in zip(there, sums, strict=True):
+                sound[i] = packed(total) == leases[i].device_sum
+        if here:
+            host = torch.empty((len(here), self._block_bytes), dtype=torch.uint8)
+            rows = [(memoryview(row),) for row in host.numpy()]
+            for i, row, is_right in zip(here, host, copy_verified_each([leases[i] for i in here], rows), strict=True):
+                sound[i] = is_right
+                if is_right:
+                    room[i].copy_(row)
+        return sound
+
+
+def rows_of(tensor: torch.Tensor) -> Rows:
+    """Places that are the rows of a tensor: (blocks, block bytes) uint8. Raises `InvalidInputError` for any other."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 2:
+        raise InvalidInputError(f"rows of {tensor.dtype} {tuple(tensor.shape)}: uint8 (blocks, block bytes) wanted")
+    return Rows(partial(_put_rows, tensor), len(tensor), tensor.shape[1], tensor.device)
+
+
+def _put_rows(tensor: torch.Tensor, first: int, blocks: torch.Tensor) -> None:
+    tensor[first : first + len(blocks)] = blocks
