@@ -18,7 +18,7 @@ from kvstrata_client.prompt.load import DeviceRows, load
 from kvstrata_client.prompt.routes import Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
 from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStream, lease_route
-from kvstrata_client.target import Target
+from kvstrata_client.target import Devices, Target
 from kvstrata_client.tracing import span
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.leases import lost
@@ -77,6 +77,11 @@ class PrefixCache:
             active.set(hit_blocks=loaded.blocks)
         self._client.counters.note_load(job.lacking_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
+
+    @property
+    def devices(self) -> Devices | None:
+        """What opens blocks in the memory of devices, where the target has that."""
+        return self._client.target.devices
 
     def load_rows(
         self,

@@ -46,6 +46,9 @@ class Devices(Protocol):
     def names(self) -> tuple[str, ...]:
         """UUIDs of these devices, or `emulated`, as the agent is told when the client attaches."""
 
+    def covers(self, device: Any) -> bool:
+        """True where blocks are to be copied to this torch device without a pass over host memory."""
+
     def open(self, grant: DeviceGrant, fd: int) -> OpenExtent:
         """Open an extent; `fd` is -1 where a handle came, and stays the caller's.
 

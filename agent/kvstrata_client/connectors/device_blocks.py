@@ -13,6 +13,7 @@ import torch
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire import DeviceGrant
+from kvstrata_client.cache import PrefixCache
 from kvstrata_client.verbs.copying import copy_verified_each
 from kvstrata_client.verbs.results import Lease
 from kvstrata_native.devices import EMULATED, Opened, block_sums, open_cuda, open_host, packed, uuid_of
@@ -30,6 +31,10 @@ class CudaDevices:
         """See `target.Devices`."""
         return tuple(self._indices)
 
+    def covers(self, device: torch.device) -> bool:
+        """See `target.Devices`."""
+        return bool(device.type == "cuda")
+
     def open(self, grant: DeviceGrant, fd: int) -> Opened:  # noqa: ARG002  A handle needs no descriptor.
         """See `target.Devices`."""
         try:
@@ -42,6 +47,10 @@ class HostDevices:
     """The double of agents whose device is emulated in host memory (`target.Devices`)."""
 
     names = (EMULATED,)
+
+    def covers(self, device: torch.device) -> bool:
+        """See `target.Devices`."""
+        return bool(device.type == "cpu")
 
     def open(self, grant: DeviceGrant, fd: int) -> Opened:
         """See `target.Devices`."""
@@ -109,6 +118,12 @@ class Rows:
                 if is_right:
                     room[i].copy_(row)
         return sound
+
+
+def reads_in_place(cache: PrefixCache, device: torch.device) -> bool:
+    """Whether a client's loads to a device are to be copied there from where they lie."""
+    devices = cache.devices
+    return devices is not None and devices.covers(device)
 
 
 def rows_of(tensor: torch.Tensor) -> Rows:
