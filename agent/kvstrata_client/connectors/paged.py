@@ -255,7 +255,6 @@ class PagedConnector:
             stream.close()
             raise
 
-
     def _load_in_place(self, ids: Any, table: Sequence[int], session: str, blocks_max: int) -> "LoadedPages":
         layout = self._kv.layout
         rows = Rows(partial(self._put, table), blocks_max, layout.block_bytes, self._kv.device)
