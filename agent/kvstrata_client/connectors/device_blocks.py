@@ -6,7 +6,6 @@ lived makes the copies good. `names` of the double is `emulated`: host memory th
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,24 +59,24 @@ class HostDevices:
             raise InvalidInputError(f"extent {grant.extent} of device {grant.device}: {e}") from e
 
 
-Put = Callable[[int, Any], None]
-"""Takes blocks, (blocks, block bytes) uint8 on the device, for the places from a first one on."""
+Room = Callable[[int, int], Any]
+"""Memory of the device for so many blocks from a first place on: (blocks, block bytes) uint8."""
+Put = Callable[[int, Any], object]
+"""Takes blocks that were verified there, for the places from a first one on."""
 
 
 class Rows:
     """Places on a device that blocks are loaded into (`prompt.load.DeviceRows`). One thread at a time.
 
-    A batch of blocks is copied to memory of our own on the device, verified there, and put where it belongs: as far as
-    it is right.
+    Blocks are copied to memory of the engine's own process and verified there, so that nobody else writes what counts.
     """
 
-    def __init__(self, put: Put, blocks: int, block_bytes: int, device: torch.device) -> None:
-        """Make room for `blocks`; `put` gets what was verified, on the stream that is current."""
+    def __init__(self, room: Room, put: Put | None, blocks: int, device: torch.device) -> None:
+        """Make room for `blocks`; `put` has work on the stream that is current, None where they are in place by then."""
+        self._room = room
         self._put = put
         self._blocks = blocks
-        self._block_bytes = block_bytes
         self._device = device
-        self._room = torch.empty((0, block_bytes), dtype=torch.uint8, device=device)
         self.in_place_blocks = 0
         """Verified blocks that were copied on the device alone."""
 
@@ -86,15 +85,14 @@ class Rows:
 
     def copy(self, first: int, leases: Sequence[Lease]) -> Sequence[bool]:
         """See `DeviceRows`."""
-        if len(self._room) < len(leases):
-            self._room = torch.empty((len(leases), self._block_bytes), dtype=torch.uint8, device=self._device)
-        room = self._room[: len(leases)]
+        room = self._room(first, len(leases))
         try:
             sound = self._copied(room, leases)
         except RuntimeError:  # Of the device: torch's errors share no closer base. Nothing was verified.
             return [False] * len(leases)
         right = sound.index(False) if False in sound else len(sound)
-        self._put(first, room[:right])
+        if self._put is not None:
+            self._put(first, room[:right])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # The leases end behind this.
         self.in_place_blocks += sum(lease.tensor is not None for lease in leases[:right])
@@ -111,7 +109,7 @@ class Rows:
             for i, total in zip(there, sums, strict=True):
                 sound[i] = packed(total) == leases[i].device_sum
         if here:
-            host = torch.empty((len(here), self._block_bytes), dtype=torch.uint8)
+            host = torch.empty((len(here), room.shape[1]), dtype=torch.uint8)
             rows = [(memoryview(row),) for row in host.numpy()]
             for i, row, is_right in zip(here, host, copy_verified_each([leases[i] for i in here], rows), strict=True):
                 sound[i] = is_right
@@ -130,8 +128,17 @@ def rows_of(tensor: torch.Tensor) -> Rows:
     """Places that are the rows of a tensor: (blocks, block bytes) uint8. Raises `InvalidInputError` for any other."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 2:
         raise InvalidInputError(f"rows of {tensor.dtype} {tuple(tensor.shape)}: uint8 (blocks, block bytes) wanted")
-    return Rows(partial(_put_rows, tensor), len(tensor), tensor.shape[1], tensor.device)
+    return Rows(lambda first, count: tensor[first : first + count], None, len(tensor), tensor.device)
 
 
-def _put_rows(tensor: torch.Tensor, first: int, blocks: torch.Tensor) -> None:
-    tensor[first : first + len(blocks)] = blocks
+def put_rows(put: Put, blocks: int, block_bytes: int, device: torch.device) -> Rows:
+    """Places that `put` brings blocks to, such as pages; a batch of them takes memory of the device besides."""
+    kept = torch.empty((0, block_bytes), dtype=torch.uint8, device=device)
+
+    def room(_first: int, count: int) -> torch.Tensor:
+        nonlocal kept
+        if len(kept) < count:
+            kept = torch.empty((count, block_bytes), dtype=torch.uint8, device=device)
+        return kept[:count]
+
+    return Rows(room, put, blocks, device)

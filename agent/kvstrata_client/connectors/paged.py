@@ -22,7 +22,7 @@ from kvstrata_api.blocks import Layout, token_ids
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import MIB
 from kvstrata_client.cache import PrefixCache
-from kvstrata_client.connectors.device_blocks import Rows, reads_in_place
+from kvstrata_client.connectors.device_blocks import put_rows, reads_in_place
 from kvstrata_client.prompt.streaming import LayerStream
 from kvstrata_client.verbs.leases import lost
 from kvstrata_client.verbs.results import Bytes2D, Stored
@@ -257,7 +257,7 @@ class PagedConnector:
 
     def _load_in_place(self, ids: Any, table: Sequence[int], session: str, blocks_max: int) -> "LoadedPages":
         layout = self._kv.layout
-        rows = Rows(partial(self._put, table), blocks_max, layout.block_bytes, self._kv.device)
+        rows = put_rows(partial(self._put, table), blocks_max, layout.block_bytes, self._kv.device)
         loaded = self._cache.load_rows(ids, rows, session=session, blocks_max=blocks_max)
         return LoadedPages(loaded.blocks * layout.block_tokens, layout.layers, rows.in_place_blocks)
 

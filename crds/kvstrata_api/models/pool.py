@@ -52,7 +52,7 @@ class HbmTier(ApiModel):
     reading: Literal["Copied", "InPlace"] = Field(
         "Copied",
         description="Copied: a block is copied to host memory for its readers. InPlace: engines that can open the "
-        "GPU's memory copy a tenant's own blocks on the GPU; blocks of domains and shares are copied as before, because "
+        "GPU's memory copy a tenant's own blocks on the GPU; those of domains and shares are copied as before, because "
         "whoever opens such memory can write it. Engines and agents share a PID namespace for it.",
     )
 
