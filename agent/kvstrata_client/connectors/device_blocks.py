@@ -72,7 +72,7 @@ class Rows:
     """
 
     def __init__(self, room: Room, put: Put | None, blocks: int, device: torch.device) -> None:
-        """Make room for `blocks`; `put` has work on the stream that is current, None where they are in place by then."""
+        """Make room for `blocks`; `put` works on the current stream, None where `room` is their place."""
         self._room = room
         self._put = put
         self._blocks = blocks
