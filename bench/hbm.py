@@ -168,9 +168,10 @@ class ClientBench:
 
     def __init__(self, bench: Bench, stack: ExitStack) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
-        at = ("--socket", str(folder / "s"), "--page-size", "4Ki", "--hbm", bench.device.type)
-        at = (*at, "--capacity-bytes", str(3 * bench.bytes + 256 * MIB))
-        agent = stack.enter_context(Driver(Command("agent", Path(sys.executable), "bench.harness.agent_process", at)))
+        at = ("--socket", str(folder / "s"), "--page-size", "4Ki", "--hbm", str(bench.device.type))
+        size = ("--capacity-bytes", str(3 * bench.bytes + 256 * MIB))
+        command = Command("agent", Path(sys.executable), "bench.harness.agent_process", (*at, *size))
+        agent = stack.enter_context(Driver(command))
         agent.read()
         layout = layout_of(BLOCK_BYTES)
         devices = CudaDevices() if bench.device.type == "cuda" else HostDevices()
