@@ -23,11 +23,11 @@ from kvstrata_client.client import Client
 from kvstrata_client.connectors.device_blocks import HostDevices, rows_of
 from kvstrata_client.connectors.paged import ORDER, LoadedPages, PagedConnector, PagedKv
 from kvstrata_native.devices import EMULATED
-from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller
 from support.agent.lending import hbm_of, lending_tiers, raise_all
 from support.agent.process import DOMAIN, member
 from support.agent.thread import AgentThread
-from support.client.attached import BLOCKS, LAYOUT, PATIENT_S, TOKENS, content, keys_of, target, until
+from support.client.attached import BLOCKS, PATIENT_S, TOKENS, content, keys_of, target, until
 from support.client.paged_kv import LAYOUT as PAGES_LAYOUT
 from support.client.paged_kv import filled, pages_of
 
