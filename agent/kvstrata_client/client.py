@@ -195,7 +195,10 @@ class Client:
         """
         call = calls.acquire(self.target, keys, session, lease_s, deadline_s)
         (answer,) = self._ask((calls.in_place(call) if in_place else call,))
-        return Leases(answer.value, self._end, answer.busy_s)
+        count = calls.usable(answer.value)
+        if count < len(answer.value):
+            self._post((calls.release(self.target, answer.value[count:]),))
+        return Leases(answer.value[:count], self._end, answer.busy_s)
 
     def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
         """End leases; true when the agent confirms that all of them lived until now."""

@@ -46,13 +46,17 @@ class Devices(Protocol):
     def names(self) -> tuple[str, ...]:
         """UUIDs of these devices, or `emulated`, as the agent is told when the client attaches."""
 
+    @property
+    def error(self) -> str:
+        """Why an extent could not be opened; nothing is asked for in place from then on. Empty while all could be."""
+
     def covers(self, device: Any) -> bool:
         """True where blocks are to be copied to this torch device without a pass over host memory."""
 
     def open(self, grant: DeviceGrant, fd: int) -> OpenExtent:
         """Open an extent; `fd` is -1 where a handle came, and stays the caller's.
 
-        Raises `InvalidInputError` where it cannot be opened.
+        Raises `InvalidInputError` where it cannot be opened, and sets `error`.
         """
 
 

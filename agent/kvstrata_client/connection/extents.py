@@ -4,6 +4,7 @@ Extents in the memory of devices are opened by what the target has for it; the a
 """
 
 import contextlib
+import logging
 import mmap
 import os
 import socket
@@ -15,6 +16,8 @@ from typing import Any, Final
 from kvstrata_api.errors import AgentAwayError, InvalidInputError
 from kvstrata_api.wire import FDS_PER_FRAME_MAX, DeviceGrant, ExtentGrant
 from kvstrata_client.target import Devices, OpenExtent
+
+_log: Final = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 << 10
 
@@ -110,13 +113,20 @@ class DeviceExtents:
         self._closing: dict[int, Callable[[], object | None]] = {}
 
     def install(self, grants: Iterable[DeviceGrant], fds: Sequence[int]) -> None:
-        """Open each granted extent, and close the descriptors. Raises `InvalidInputError` when one cannot be opened."""
+        """Open each granted extent, and close the descriptors; what cannot be opened is logged, and missing.
+
+        Raises `InvalidInputError` for a device that was not asked for.
+        """
         left = list(fds)
         try:
             for grant in grants:
                 if self._devices is None or grant.device not in self._devices.names:
                     raise InvalidInputError(f"extent {grant.extent} of device {grant.device!r} was not asked for")
-                self._open[grant.extent] = self._devices.open(grant, -1 if grant.handle else left[0])
+                try:
+                    self._open[grant.extent] = self._devices.open(grant, -1 if grant.handle else left[0])
+                except InvalidInputError as e:
+                    _log.warning("memory of a device cannot be opened, its blocks are copied: %s", e)
+                    self._closing[grant.extent] = lambda: None
                 if not grant.handle:
                     os.close(left.pop(0))
         finally:
@@ -124,10 +134,13 @@ class DeviceExtents:
                 os.close(fd)
 
     def part(self, extent: int, offset: int, size_bytes: int) -> Any:
-        """Tensor of one slot, (size_bytes,) uint8. Raises `InvalidInputError` when it was not granted so."""
+        """Tensor of one slot, (size_bytes,) uint8; None where its extent is not open.
+
+        Raises `InvalidInputError` for a slot that is not in its extent.
+        """
         found = self._open.get(extent)
         if found is None:
-            raise InvalidInputError(f"extent {extent} is not granted")
+            return None
         whole = found.memory
         if not 0 <= offset <= len(whole) - size_bytes:
             raise InvalidInputError(f"slot of {size_bytes} B at {offset} in extent {extent} of {len(whole)} B")

@@ -24,6 +24,8 @@ class CudaDevices:
     def __init__(self, indices: Sequence[int] | None = None) -> None:
         """Open memory of these devices, by torch's number; None: of all that torch sees."""
         self._indices = {uuid_of(i): i for i in (range(torch.cuda.device_count()) if indices is None else indices)}
+        self.error = ""
+        """See `target.Devices`. As a rule: agent and engine are in two PID namespaces."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,14 +34,15 @@ class CudaDevices:
 
     def covers(self, device: torch.device) -> bool:
         """See `target.Devices`."""
-        return bool(device.type == "cuda")
+        return not self.error and bool(device.type == "cuda")
 
     def open(self, grant: DeviceGrant, fd: int) -> Opened:  # noqa: ARG002  A handle needs no descriptor.
         """See `target.Devices`."""
         try:
             return open_cuda(self._indices[grant.device], grant.handle, grant.size_bytes)
         except (OSError, RuntimeError) as e:
-            raise InvalidInputError(f"extent {grant.extent} of device {grant.device}: {e}") from e
+            self.error = f"extent {grant.extent} of device {grant.device}: {e}"
+            raise InvalidInputError(self.error) from e
 
 
 class HostDevices:
@@ -47,16 +50,21 @@ class HostDevices:
 
     names = (EMULATED,)
 
+    def __init__(self) -> None:
+        """Open nothing yet."""
+        self.error = ""
+
     def covers(self, device: torch.device) -> bool:
         """See `target.Devices`."""
-        return bool(device.type == "cpu")
+        return not self.error and bool(device.type == "cpu")
 
     def open(self, grant: DeviceGrant, fd: int) -> Opened:
         """See `target.Devices`."""
         try:
             return open_host(fd, grant.size_bytes)
         except RuntimeError as e:
-            raise InvalidInputError(f"extent {grant.extent} of device {grant.device}: {e}") from e
+            self.error = f"extent {grant.extent} of device {grant.device}: {e}"
+            raise InvalidInputError(self.error) from e
 
 
 Room = Callable[[int, int], Any]

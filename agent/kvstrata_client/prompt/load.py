@@ -112,7 +112,10 @@ class _LoadPipeline:
 
     def add_leases(self, batch: Batch, answer: Answer[Sequence[Lease]]) -> None:
         """Add leases of leading blocks of a batch; note whether the path to the others is congested."""
-        leases = answer.value
+        count = calls.usable(answer.value)
+        leases, closed = answer.value[:count], answer.value[count:]
+        if closed:
+            self.unused.append(closed)
         if leases and (not self.is_open or batch.start != self.leased_stop):
             self.unused.append(leases)
         elif self.is_open:
@@ -219,7 +222,9 @@ def _load_route(
     step = pipeline.batch_blocks(job.target.layout.block_bytes)
     while (start := len(done.sources)) < blocks:
         batches = pipeline.batches_of(route, range(first + start, first + blocks), step)
-        run = _LoadPipeline(job, rows, not is_host, done, batches)
+        devices = job.target.devices
+        in_place = not is_host and devices is not None and not devices.error
+        run = _LoadPipeline(job, rows, in_place, done, batches)
         yield from run_pipeline(run, count)
         if run.has_gap or (len(done.sources) == start and (count == 1 or done.busy_s)):
             break

@@ -36,7 +36,7 @@ class DeviceParts(Protocol):
     """The agent's memory in devices, as far as it is open here."""
 
     def part(self, extent: int, offset: int, size_bytes: int) -> Any:
-        """Tensor of one slot. Raises `InvalidInputError` when it was not granted so."""
+        """Tensor of one slot, None where its extent is not open. Raises `InvalidInputError` outside of the extent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +257,11 @@ def acquire(
 def in_place(plain: Call[tuple[Lease, ...]]) -> Call[tuple[Lease, ...]]:
     """Turn an `acquire` into one that leases blocks which lie in a device of the target there."""
     return replace(plain, request=lambda i: msgspec.structs.replace(plain.request(i), in_place=True))
+
+
+def usable(leases: Sequence[Lease]) -> int:
+    """Leading leases whose bytes can be read here: the memory of a device may not have opened."""
+    return next((i for i, x in enumerate(leases) if x.device_sum and x.tensor is None), len(leases))
 
 
 def _lease(block: wire.Leased, key: BlockKey, epoch: int, context: ReplyContext) -> Lease:

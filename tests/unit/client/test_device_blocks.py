@@ -17,12 +17,12 @@ import torch
 from kvstrata_agent.blocks.request import Caller
 from kvstrata_api import wire
 from kvstrata_api.blocks import Layout
-from kvstrata_api.errors import LeaseLostError
+from kvstrata_api.errors import InvalidInputError, LeaseLostError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.device_blocks import HostDevices, rows_of
 from kvstrata_client.connectors.paged import ORDER, LoadedPages, PagedConnector, PagedKv
-from kvstrata_native.devices import EMULATED
+from kvstrata_native.devices import EMULATED, Opened
 from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller
 from support.agent.lending import hbm_of, lending_tiers, raise_all
 from support.agent.process import DOMAIN, member
@@ -193,6 +193,43 @@ def test_nobody_gets_a_device_that_it_did_not_name(tmp_path: Path) -> None:
         wanted = replace(target(agent.socket), devices=Elsewhere())
         with Client.attach(wanted, wait_s=PATIENT_S) as other:
             assert loaded(other)[:2] == (BLOCKS, 0)
+
+
+class Unopenable(HostDevices):
+    """As of an engine in another PID namespace: the agent's memory is offered and does not open."""
+
+    def open(self, grant: wire.DeviceGrant, fd: int) -> Opened:  # noqa: ARG002
+        self.error = f"extent {grant.extent}: invalid argument"
+        raise InvalidInputError(self.error)
+
+
+def test_memory_that_does_not_open_costs_no_block_and_no_connection(tmp_path: Path) -> None:
+    with serving(tmp_path) as agent, attached(agent) as client:
+        stored(agent, client)
+        wanted = replace(target(agent.socket), devices=Unopenable())
+        with Client.attach(wanted, wait_s=PATIENT_S) as other:
+            link = other._link
+            with other.acquire(keys_of(other), in_place=True) as leases:
+                assert len(leases) == 0
+
+            blocks, in_place, found = loaded(other)
+
+            assert (blocks, in_place) == (BLOCKS, 0)
+            assert np.array_equal(found, content())
+            assert other.counters.corrupt_blocks == other.counters.lost_blocks == 0
+            assert other._link is link
+        until(lambda: len(agent.core.node.leases) == 0)
+
+
+def test_a_load_in_whose_midst_memory_does_not_open_goes_on_through_host_memory(tmp_path: Path) -> None:
+    with serving(tmp_path) as agent, attached(agent) as client:
+        stored(agent, client)
+        wanted = replace(target(agent.socket), devices=Unopenable())
+        with Client.attach(wanted, wait_s=PATIENT_S) as other:
+            blocks, in_place, found = loaded(other)
+
+            assert (blocks, in_place) == (BLOCKS, 0)
+            assert np.array_equal(found, content())
 
 
 def test_the_agent_says_what_it_lent_and_on_which_device(tmp_path: Path) -> None:
