@@ -6,11 +6,14 @@ device. `--device cpu` runs the doubles of the tests: it shows that everything w
 
 import asyncio
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,12 +23,19 @@ import kvstrata_native
 from bench.codec import BLOCK_BYTES, CHANNELS, COLUMN_GROUP, HEAD_DIM, TOKENS, generated, gigabytes
 from bench.harness import common
 from bench.harness.common import Result, Sample, publish, rate_ratio, table
+from bench.harness.drivers import Command, Driver
+from bench.harness.identity import BLOCK_TOKENS, POOL, TOKEN, layout_of
 from kvstrata_agent.backends.base import Reading, Record, Writing
 from kvstrata_agent.backends.device.hbm import open_hbm
 from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
+from kvstrata_api.units import MIB
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.client import Client
+from kvstrata_client.connectors.device_blocks import CudaDevices, HostDevices, rows_of
 from kvstrata_client.connectors.paged import PagedKv, offloaded, work_of
+from kvstrata_client.target import Target
 from kvstrata_native.forms import Kind, Packing
 
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 256, 64, 4
@@ -153,6 +163,50 @@ class TierBench:
         self._loop.close()
 
 
+class ClientBench:
+    """An engine's loads of what lies in the HBM tier of an agent, to the device: copied there, and through the host."""
+
+    def __init__(self, bench: Bench, stack: ExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
+        at = ("--socket", str(folder / "s"), "--page-size", "4Ki", "--hbm", str(bench.device.type))
+        size = ("--capacity-bytes", str(3 * bench.bytes + 256 * MIB))
+        command = Command("agent", Path(sys.executable), "bench.harness.agent_process", (*at, *size))
+        agent = stack.enter_context(Driver(command))
+        agent.read()
+        layout = layout_of(BLOCK_BYTES)
+        devices = CudaDevices() if bench.device.type == "cuda" else HostDevices()
+        client = stack.enter_context(
+            Client.attach(Target(folder / "s", POOL, TOKEN, layout, devices=devices), strict=True)
+        )
+        self._cache = PrefixCache(client)
+        self._tokens = np.arange(len(bench.rows) * BLOCK_TOKENS, dtype=np.uint32)
+        self._there = torch.zeros_like(bench.there).view(bench.rows.shape)
+        self._rows = rows_of(self._there)
+        self._host = torch.from_numpy(np.ones_like(bench.rows))
+        if bench.device.type == "cuda":
+            self._host = self._host.pin_memory()
+        self._blocks = len(bench.rows)
+        assert self._cache.store(self._tokens, bench.rows).published == self._blocks
+        assert agent.ask("raise")["raised"] == self._blocks
+
+    def in_place(self) -> None:
+        """All blocks are copied and verified on the device, or this ends the run."""
+        self._rows.in_place_blocks = 0
+        assert self._cache.load_rows(self._tokens, self._rows).blocks == self._blocks
+        assert self._rows.in_place_blocks == self._blocks
+
+    def copied(self) -> None:
+        """The same through memory of the host, where the agent has them as well: verified there, and brought up."""
+        assert self._cache.load(self._tokens, self._host.numpy()).blocks == self._blocks
+        self._there.copy_(self._host, non_blocking=True)
+
+    def check(self, rows: Any) -> None:
+        """End the run where bytes differ."""
+        self._there.zero_()
+        self.in_place()
+        assert np.array_equal(self._there.cpu().numpy(), rows), "what was read in place is not what was stored"
+
+
 def packings(bench: Bench) -> dict[str, Subject]:
     """Packing and unpacking on the device, all blocks in one call. Ends the run where bits differ from ours."""
     from kvstrata_agent.codec import triton_kernels as triton_packing
@@ -221,8 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --device cpu runs doubles, whose figures mean nothing")
     bench = Bench(chosen.device, BLOCKS_TINY if chosen.tiny else BLOCKS_QUICK if chosen.quick else BLOCKS)
-    tier = TierBench(bench)
+    tier, stack = TierBench(bench), ExitStack()
+    client = ClientBench(bench, stack)
     subjects = {
+        "load_in_place": Subject(client.in_place, bench.across, client.copied),
         "tier_write": Subject(tier.write, bench.up, bench.each_up),
         "tier_read": Subject(tier.read, bench.down, bench.each_down),
         "pages_down": Subject(bench.pages_down, bench.down, bench.each_page_down),
@@ -230,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if bench.device.type == "cuda":
         subjects |= packings(bench)
     taken = measure(bench, subjects, REPEATS_QUICK if chosen.quick or chosen.tiny else REPEATS)
+    client.check(bench.rows)
+    stack.close()
     tier.close()
     assert np.array_equal(bench.into, bench.rows), "what was read is not what was written"
     tell(taken)
@@ -240,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if who != "ours"
     }
     values = {f"{name}_bytes_per_second": found["ours"].spread[1] for name, found in taken.items()}
-    device = torch.cuda.get_device_name() if bench.device.type == "cuda" else "a double on the processor"
+    device = torch.cuda.get_device_name() if bench.device.type == "cuda" else "a double on the processor (emulated)"
     versions = {"kvstrata": __version__, "torch": version("torch"), "device": device}
     publish(Result("hbm", chosen.quick, versions, ratios, values), chosen.json)
 

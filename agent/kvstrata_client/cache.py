@@ -14,11 +14,11 @@ from kvstrata_client.client import Client
 from kvstrata_client.prompt import hints
 from kvstrata_client.prompt.chain import Tokens
 from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverWriter, begin_handover
-from kvstrata_client.prompt.load import load
+from kvstrata_client.prompt.load import DeviceRows, load
 from kvstrata_client.prompt.routes import Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
 from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStream, lease_route
-from kvstrata_client.target import Target
+from kvstrata_client.target import Devices, Target
 from kvstrata_client.tracing import span
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.leases import lost
@@ -72,6 +72,34 @@ class PrefixCache:
             _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
         )
         check_buffer(job.target, into)
+        with span("kvstrata.client.load", session_id=session, requested_blocks=job.lacking_blocks) as active:
+            loaded = self._client.run(load(job, into))
+            active.set(hit_blocks=loaded.blocks)
+        self._client.counters.note_load(job.lacking_blocks, loaded)
+        return _vouched(loaded, is_strict=self._client.is_strict)
+
+    @property
+    def devices(self) -> Devices | None:
+        """What opens blocks in the memory of devices, where the target has that."""
+        return self._client.target.devices
+
+    def load_rows(
+        self,
+        tokens: Sequence[int] | Tokens,
+        into: DeviceRows,
+        *,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+        first_block: int = 0,
+    ) -> Loaded:
+        """Copy the longest cached prefix of `tokens` to a device; blocks that lie there are not brought to the host.
+
+        What `into` got counts as far as the result's `blocks`. Errors as for `load`.
+        """
+        job = replace(
+            _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
+        )
         with span("kvstrata.client.load", session_id=session, requested_blocks=job.lacking_blocks) as active:
             loaded = self._client.run(load(job, into))
             active.set(hit_blocks=loaded.blocks)

@@ -178,15 +178,27 @@ class Client:
         return self._one(calls.lookup(self.target, keys, session))
 
     def acquire(
-        self, keys: Sequence[BlockKey], *, session: str = "", lease_s: float = 30.0, deadline_s: float = 10.0
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        session: str = "",
+        lease_s: float = 30.0,
+        deadline_s: float = 10.0,
+        in_place: bool = False,
     ) -> Leases:
         """Lease the longest usable prefix, brought into memory within `deadline_s`; use it in a `with` block.
+
+        With `in_place` blocks in a device of the target are leased there: they have a `tensor` and an empty view.
 
         Read the views inside the block: `copying.copy_verified` copies and verifies, `copying.is_intact` verifies what
         is to be used in place. Its exit raises `LeaseLostError` when what was read there is void.
         """
-        (answer,) = self._ask((calls.acquire(self.target, keys, session, lease_s, deadline_s),))
-        return Leases(answer.value, self._end, answer.busy_s)
+        call = calls.acquire(self.target, keys, session, lease_s, deadline_s)
+        (answer,) = self._ask((calls.in_place(call) if in_place else call,))
+        count = calls.usable(answer.value)
+        if count < len(answer.value):
+            self._post((calls.release(self.target, answer.value[count:]),))
+        return Leases(answer.value[:count], self._end, answer.busy_s)
 
     def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
         """End leases; true when the agent confirms that all of them lived until now."""

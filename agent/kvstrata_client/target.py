@@ -1,12 +1,14 @@
 """What a client attaches to, and its token."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import AgentAwayError, UnauthenticatedError
+from kvstrata_api.wire import DeviceGrant
 
 NO_TOKEN: Final = ""
 """Presented to an agent of `kvstrata up`, which goes by the unix user of the connection then."""
@@ -23,6 +25,39 @@ def pool_layout(model: str, revision: str, dtype: str, block_tokens: int) -> Lay
 def configured_token(token_file: str) -> str | Path:
     """Token of a configuration that names its file, or `NO_TOKEN` where it names none."""
     return Path(token_file) if token_file else NO_TOKEN
+
+
+class OpenExtent(Protocol):
+    """Memory of a device that is open here until the last tensor of it has gone (`kvstrata_native.devices.Opened`)."""
+
+    @property
+    def memory(self) -> Any:
+        """Tensor of all of it, (bytes,) uint8."""
+
+    @property
+    def anchor(self) -> Callable[[], object | None]:
+        """Returns None once it is closed."""
+
+
+class Devices(Protocol):
+    """What this process can open of the memory of devices (`connectors.device_blocks`)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """UUIDs of these devices, or `emulated`, as the agent is told when the client attaches."""
+
+    @property
+    def error(self) -> str:
+        """Why an extent could not be opened; nothing is asked for in place from then on. Empty while all could be."""
+
+    def covers(self, device: Any) -> bool:
+        """True where blocks are to be copied to this torch device without a pass over host memory."""
+
+    def open(self, grant: DeviceGrant, fd: int) -> OpenExtent:
+        """Open an extent; `fd` is -1 where a handle came, and stays the caller's.
+
+        Raises `InvalidInputError` where it cannot be opened, and sets `error`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +79,8 @@ class Target:
     """The same for verbs that make room or check bytes (reserve, publish)."""
     silence_s: float = 2.0
     """An agent that owes an answer and sends nothing for this long is given up and reconnected."""
+    devices: Devices | None = field(default=None, repr=False, compare=False)
+    """What opens blocks in the memory of devices, to read them in place; None: they are copied to host memory first."""
 
     def read_token(self) -> str:
         """Return the token. Raises `AgentAwayError` for a file that cannot be read now, else `UnauthenticatedError`."""

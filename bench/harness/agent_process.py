@@ -1,7 +1,7 @@
 """A real agent in a process of its own: core, sweeps, a real HostDRAM tier and the unix socket, without Kubernetes.
 
-The only stand-in is the authenticator, which knows one identity. Verbs come as lines on stdin (`clear`, `facts`);
-the process ends with stdin.
+The only stand-in is the authenticator, which knows one identity. Verbs come as lines on stdin (`clear`, `facts`, and
+`raise` with an HBM tier above); the process ends with stdin.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from kvstrata_agent.blocks.request import Caller
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
@@ -33,7 +34,7 @@ from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import UnauthenticatedError
-from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, PoolPolicy, PoolTier
+from kvstrata_api.models.pool import Compatibility, HbmTier, HostDramTier, KVPoolSpec, PoolPolicy, PoolTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
@@ -110,6 +111,16 @@ def make_node(
     )
 
 
+def hbm_above(tier: Tier, device: str, capacity_bytes: int) -> Tier:
+    """A tier of a GPU's memory, or of its double, that lends; the other one comes behind it."""
+    from kvstrata_agent.backends.device.hbm import open_hbm
+
+    settings = HbmTier.model_validate({"reading": "InPlace"})
+    spec = NodeTier(name="hbm", type=TierType.HBM, capacity_bytes=capacity_bytes, hbm=settings)
+    tier.level = 1
+    return Tier(spec, 0, open_hbm(device, capacity_bytes, lends=True), 2)
+
+
 def clear(node: Node, *, keep: bool) -> int:
     """Drop all blocks; with `keep` all but one of each extent, so that memory stays mapped as in a full tier."""
     (tier,) = node.tiers
@@ -120,9 +131,17 @@ def clear(node: Node, *, keep: bool) -> int:
     return len(gone)
 
 
+async def raise_all(core: AgentParts) -> int:
+    """Have all blocks in HBM as well; returns how many."""
+    hbm, dram = core.node.tiers
+    entries = [e for residents in tuple(core.node.contents(dram).extents.values()) for e in residents]
+    raised = [await core.cache.evictor.demoter.demote_to(e, dram, hbm, Priority.ARCHIVE) for e in entries]
+    return raised.count(True)
+
+
 def facts(node: Node) -> dict[str, object]:
     """What the tier really is, how fast engines say that they compute, and how many blocks loads have got."""
-    (tier,) = node.tiers
+    tier = node.tiers[-1]
     can, rates = (
         tier.backend.capabilities,
         [x.prefill_tokens_per_s for of in node.engines.values() for x in of.values()],
@@ -142,6 +161,8 @@ async def run(arguments: argparse.Namespace) -> None:
     """Serve until stdin ends."""
     policy = PoolPolicy.model_validate_json(arguments.policy)
     node = make_node(arguments.capacity_bytes, arguments.page_size, dtype=arguments.dtype, policy=policy)
+    if arguments.hbm:
+        node.tiers.insert(0, hbm_above(node.tiers[0], arguments.hbm, arguments.capacity_bytes))
     core = AgentParts(node, CodecRegistry())
     authenticator = OneIdentity(has_domain=arguments.isolation == "domain")
     if arguments.isolation != "none":
@@ -154,13 +175,17 @@ async def run(arguments: argparse.Namespace) -> None:
     sweeping = asyncio.create_task(Sweeper(core.cache, authenticator).run())
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         asked = json.loads(line)
-        answer = {"cleared": clear(node, keep=asked["keep"])} if asked["verb"] == "clear" else facts(node)
+        if asked["verb"] == "raise":
+            answer: dict[str, object] = {"raised": await raise_all(core)}
+        else:
+            answer = {"cleared": clear(node, keep=asked["keep"])} if asked["verb"] == "clear" else facts(node)
         print(json.dumps(answer), flush=True)
     sweeping.cancel()
     await asyncio.wait([sweeping])
     await server.close()
     await core.close()
-    await node.tiers[0].backend.close()
+    for tier in node.tiers:
+        await tier.backend.close()
 
 
 def main() -> None:
@@ -169,6 +194,9 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
     parser.add_argument("--capacity-bytes", type=int, required=True, help="size of the memory tier")
     parser.add_argument("--page-size", default="2Mi", choices=("4Ki", "2Mi", "1Gi"), help="pages to ask for")
+    parser.add_argument(
+        "--hbm", default="", choices=("", "cuda", "cpu"), help="device of an HBM tier above; cpu: emulated"
+    )
     parser.add_argument("--dtype", default="bf16", help="element type of the KV that the pool is for")
     parser.add_argument("--policy", default="{}", help="spec.policy of the pool, as JSON")
     parser.add_argument(

@@ -34,6 +34,8 @@ LEASES_MAX: Final = 2 * KEYS_MAX
 FDS_PER_FRAME_MAX: Final = 64
 """SCM_MAX_FD is 253 on Linux; smaller batches keep one slow frame from holding many descriptors."""
 HANDOVER_CHARS_MAX: Final = 128
+DEVICES_MAX: Final = 64
+"""Devices that one client may open: four times what one machine has."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A duration that can be compared: what is not a number would pass every limit, and no lease of it would ever end."""
@@ -46,7 +48,7 @@ QUEUED_MAX: Final = 10**12
 _LENGTHS_MAX: Final = {
     "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
     "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
-    "traceparent": TRACEPARENT_CHARS,
+    "traceparent": TRACEPARENT_CHARS, "devices": DEVICES_MAX, "extents": KEYS_MAX,
 }  # fmt: skip
 
 
@@ -121,6 +123,9 @@ class Attach(Request, frozen=True, array_like=True, tag=True):
     token: str
     pool: str
     layout: Layout
+    devices: tuple[str, ...] = ()
+    """Devices whose memory the client can open, by UUID as torch has it; `emulated` is the double in host memory. For
+    `Acquire.in_place`; nothing of any other device is handed out."""
 
 
 class Scopes(Request, frozen=True, array_like=True, tag=True):
@@ -217,6 +222,9 @@ class Acquire(Request, frozen=True, array_like=True, tag=True):
     """Lease growing blocks of this hand-over and nothing else; their parts are asked for with `Arrive`."""
     traceparent: str = ""
     """As in `Lookup`."""
+    in_place: bool = False
+    """Lease blocks where they lie in one of the `Attach.devices`, without a copy in host memory: whole blocks of the
+    tenant's own scope, as no mapping of such memory can be read-only. All others come as without it."""
 
 
 class Release(Request, frozen=True, array_like=True, tag=True):
@@ -313,6 +321,15 @@ class ReportEngine(Request, frozen=True, array_like=True, tag=True):
 
     About 6 times the hidden size of a dense transformer: parameters / (2 x layers x hidden size).
     """
+
+
+class CloseExtents(Request, frozen=True, array_like=True, tag=True):
+    """Report that memory of devices is not mapped here any more: only then it may be freed. Counts the extents.
+
+    Like `Drop` only for agents that name it in `Granted.verbs`. Memory of a connection that has ended counts as closed.
+    """
+
+    extents: tuple[int, ...]
 
 
 class Drop(Request, frozen=True, array_like=True, tag=True):
@@ -468,6 +485,18 @@ class ExtentGrant(msgspec.Struct, frozen=True, array_like=True):
     is_writable: bool
 
 
+class DeviceGrant(msgspec.Struct, frozen=True, array_like=True):
+    """An extent in the memory of a device, new to this connection. Whoever opens it can write all of it."""
+
+    extent: int
+    size_bytes: int
+    device: str
+    """As in `Attach.devices`."""
+    handle: bytes
+    """What `cudaIpcOpenMemHandle` takes, 64 B; empty of the double, whose descriptor rides on the same frame, behind
+    those of `extents`."""
+
+
 class Leased(msgspec.Struct, frozen=True, array_like=True):
     """One block that may be read until the lease ends."""
 
@@ -484,6 +513,9 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     """Joined checksums of its parts (`checksum.bind_part`), where they were asked for and the agent knows how."""
     is_growing: bool = False
     """Of a hand-over: there is no checksum, and only the parts that `Arrived` named may be read."""
+    device_sum: bytes = b""
+    """Of a block in a device: 8 B that a copy on the device has to match (`kvstrata_native.devices.block_sum`). Empty:
+    the block is in host memory."""
 
 
 class Acquired(Reply, frozen=True, array_like=True, tag=True):
@@ -497,6 +529,8 @@ class Acquired(Reply, frozen=True, array_like=True, tag=True):
     busy_s: float = 0.0
     """Where blocks are left out because the path to them is congested, longer than computing them takes: estimated
     seconds until it is free. 0: there is another reason, or none is left out."""
+    devices: tuple[DeviceGrant, ...] = ()
+    """Extents in devices, where the request was `in_place`."""
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -549,7 +583,7 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
-    | Touch | Drop | ReportEngine | Retain | Demote | Fetch | WhyMiss | RouteHint
+    | Touch | Drop | ReportEngine | Retain | Demote | Fetch | WhyMiss | RouteHint | CloseExtents
 )  # fmt: skip
 Traceable = Lookup | Acquire | Reserve | Publish
 """Requests that name the span of their caller."""
@@ -559,13 +593,23 @@ REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
     Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
     Advance: Done, Arrive: Arrived, ReportEngine: Done, Retain: Done, Demote: Done, Fetch: Done, WhyMiss: Text,
-    RouteHint: Text,
+    RouteHint: Text, CloseExtents: Done,
 }  # fmt: skip
 """What each request is answered with, or with `Failed`."""
-LATER_VERBS: Final = tuple(v.__name__ for v in (Touch, Drop, ReportEngine, Retain, Demote, Fetch, WhyMiss, RouteHint))
+LATER_VERBS: Final = tuple(
+    v.__name__ for v in (Touch, Drop, ReportEngine, Retain, Demote, Fetch, WhyMiss, RouteHint, CloseExtents)
+)
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""
+
+
+def descriptors(reply: Reply) -> int:
+    """Descriptors that ride on the frame of a reply."""
+    devices = reply.devices if isinstance(reply, Acquired) else ()
+    extents = reply.extents if isinstance(reply, GRANTING) else ()
+    return len(extents) + sum(not grant.handle for grant in devices)
+
 
 _LIMITED: Final = {
     kind: tuple((f, _LENGTHS_MAX[f]) for f in kind.__struct_fields__ if f in _LENGTHS_MAX)

@@ -116,6 +116,11 @@ AGENT: Final = (
         ("pool", "node", "tenant", "source"),
     ),
     Metric(
+        "kvstrata_lent_bytes_total", Kind.COUNTER,
+        "Of the blocks leased to readers, bytes to be read in place in the memory of a device.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
         "kvstrata_load_tokens_total", Kind.COUNTER,
         "Tokens of the prefixes that loads asked for, by how far they came: held by the fleet, captured (on the node "
         "that was asked, or asked of the node that has them), delivered to the engine; by tier, `remote` or `unknown`.",

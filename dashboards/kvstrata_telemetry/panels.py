@@ -184,29 +184,33 @@ TIERS: Final = Board(
     Row("What moves, and how fast?", "nodes", (
         Panel(
             "Bytes moved by path", "Bytes of blocks, before compression.", Form.LINES, Unit.BYTES_PER_SECOND,
-            (Query(rate("kvstrata_moved_bytes_total", "source, target"), "{{source}} to {{target}}"),), CALM, 5,
+            (Query(rate("kvstrata_moved_bytes_total", "source, target"), "{{source}} to {{target}}"),), CALM, 4,
         ),
         Panel(
             "Blocks moved by path", "Blocks that went from one tier or node to another.", Form.LINES, Unit.PER_SECOND,
-            (Query(rate("kvstrata_moved_blocks_total", "source, target"), "{{source}} to {{target}}"),), CALM, 5,
+            (Query(rate("kvstrata_moved_blocks_total", "source, target"), "{{source}} to {{target}}"),), CALM, 4,
         ),
         Panel(
             "Speed of paths while they move", "Bytes for each second in which anything moved on the path.", Form.LINES,
             Unit.BYTES_PER_SECOND, (Query(
                 f"avg by (source, target) (kvstrata_move_bytes_per_second{{{NODE}}})", "{{source}} to {{target}}",
-            ),), CALM, 5,
+            ),), CALM, 4,
         ),
         Panel(
             "Measured ceiling by tier", "Bandwidth that agents measured at their start: the slowest node of each tier.",
             Form.BARS, Unit.BYTES_PER_SECOND,
             (Query(
                 f"min by (tier, direction) (kvstrata_tier_probe_bytes_per_second{{{TIER}}})", "{{tier}} {{direction}}",
-            ),), CALM, 5,
+            ),), CALM, 4,
         ),
         Panel(
             "KV and weights of models", "Bytes moved on all paths by class of traffic: both share each path by weight.",
             Form.STACK, Unit.BYTES_PER_SECOND, (Query(rate("kvstrata_moved_bytes_total", "traffic"), "{{traffic}}"),),
             CALM, 4,
+        ),
+        Panel(
+            "Read in place", "Bytes of device memory that engines were lent, to copy on the device.", Form.STACK,
+            Unit.BYTES_PER_SECOND, (Query(rate("kvstrata_lent_bytes_total", "tier", TIER), "{{tier}}"),), CALM, 4,
         ),
     )),
     Row("What waits?", "policy", (

@@ -141,6 +141,11 @@ class OptionalCapabilities(Protocol):
         return None
 
     @property
+    def lending(self) -> "LendingBackend | None":
+        """Memory of devices whose extents other processes can open."""
+        return None
+
+    @property
     def persistent(self) -> "PersistentBackend | None":
         """Mapped memory that has to be notified of the blocks which are to outlive the agent."""
         return None
@@ -341,6 +346,41 @@ class GroupBackend(TierBackend, Protocol):
 
         Nothing is put into `into` but a record that was verified where nobody else could reach it.
         """
+
+
+class LendingBackend(TierBackend, Protocol):
+    """Memory of devices that clients open for reading in place. Whoever opens an extent can write all of it as well.
+
+    So an extent is lent to those alone who may write its scope, and a reader's copy has to match `sum_of` its block.
+    """
+
+    def device_of(self, extent: int) -> str:
+        """Device that an extent lies on: its UUID, or `emulated`. Raises `KeyError` once it has gone."""
+
+    def extent_scope(self, extent: int) -> ScopeId:
+        """Scope whose blocks an extent holds. Raises `KeyError` once it has gone."""
+
+    def extent_bytes(self, extent: int) -> int:
+        """Size of one extent. Raises `KeyError` once it has gone."""
+
+    def close_extent(self, extent: int) -> None:
+        """Give no more slots of an extent, for good; `compact` names it until it is empty. Idempotent."""
+
+    def sum_of(self, slot: SlotRef) -> bytes:
+        """Sum that a copy of a slot's block has to match (`kvstrata_native.devices`); empty where there is none."""
+
+    def is_intact(self, slot: SlotRef) -> bool:
+        """Whether a block still has its sum; true where there is none. One pass over the block."""
+
+    def lend(self, extent: int, borrower: int) -> tuple[bytes, int]:
+        """Handle of an extent, or an empty one and a descriptor that stays ours, for a connection.
+
+        What it lent is cleared when it is released, and freed once every borrower has given it back: a driver must not
+        take back what others have open. Raises `KeyError` once the extent has gone.
+        """
+
+    def give_back(self, borrower: int, extents: Sequence[int] | None = None) -> None:
+        """Note that a connection has closed extents, all of them when it is None. Idempotent."""
 
 
 class PersistentBackend(MappableBackend, Protocol):

@@ -183,7 +183,8 @@ async def _hbm(tier: NodeTier, place: Place) -> TierBackend:
         raise UnsupportedError(f"tier {tier.name}: HBM needs torch; install the `cuda` extra")
     from kvstrata_agent.backends.device.hbm import open_hbm
 
-    return await in_thread(None, partial(open_hbm, place.hbm_device, tier.capacity_bytes))
+    lends = tier.hbm is not None and tier.hbm.reading == "InPlace"
+    return await in_thread(None, partial(open_hbm, place.hbm_device, tier.capacity_bytes, lends=lends))
 
 
 _AT_REST: Final = frozenset({TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT})

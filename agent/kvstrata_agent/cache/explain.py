@@ -181,6 +181,7 @@ class Explainer:
             "raw_bytes": record.raw_bytes,
             "stored_bytes": record.stored_bytes,
             "slot_bytes": slot.size_bytes,
+            "read_in_place_on": self._device_of(residence),
             "eviction": {
                 "inputs": {"children_here_or_faster": index.blockers(entry, tier.level), "is_held": entry.is_held},
                 "choice": "may leave" if index.may_leave(entry) and not entry.is_held else "stays",
@@ -190,6 +191,12 @@ class Explainer:
                 **asdict(self._node.placement_of(entry, tier.level, may_decline=True)),
             },
         }
+
+    @staticmethod
+    def _device_of(copy: Residence) -> str:
+        """Device on which engines of the tenant may copy it, `emulated` for the double; empty where there is none."""
+        lending = copy.tier.backend.lending
+        return lending.device_of(copy.slot.extent) if lending is not None and lending.sum_of(copy.slot) else ""
 
     def _read(self, entry: Entry, context: RequestContext | None) -> dict[str, Any]:
         if not entry.residences:

@@ -13,6 +13,7 @@ import msgspec
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
 from kvstrata_agent.cache.remote_fetch import REMOTE
+from kvstrata_agent.codec.base import UNENCODED
 from kvstrata_agent.policy.prefetch import LEAD_S, coming_up_s
 from kvstrata_agent.policy.recompute import (
     CostChoice,
@@ -110,6 +111,8 @@ class AcquireCall(msgspec.Struct, frozen=True):
     """Size of the parts whose checksums are wanted besides; 0 for none."""
     handover: Handover | None = None
     """Whose blocks these are while they are being written; None for whole blocks."""
+    devices: frozenset[str] = frozenset()
+    """Where blocks may be leased in place: the caller can open these, and may write the scope."""
 
 
 class Prefetched(NamedTuple):
@@ -213,18 +216,20 @@ class Reader:
             if entry is None or not entry.residences:
                 break
             copy = entry.residences[0]
-            if copy.tier is not tier:
+            if call.devices and (lent := lent_copy(entry, call.devices)) is not None:
+                copy = lent
+            elif copy.tier is not tier:
                 raised = node.entry_copy(entry)
                 if raised is None:
                     break
                 copy = raised
             entry.used_at_s = now_s
             copies.append((entry, copy))
-        name = tier.name if tier is not None else ""
         leases = node.leases.grant_all(call.context.owner, copies, now_s + call.lease_s)
         may_grow = len(copies) < len(entries) and self._can_be_had(entries[len(copies)], entries)
-        held = [name] * len(copies)
-        return Acquisition([Read(lease, name) for lease in leases], may_grow=may_grow, held=held, captured=len(held))
+        held = [copy.tier.name for _, copy in copies]
+        reads = [Read(lease, name) for lease, name in zip(leases, held, strict=True)]
+        return Acquisition(reads, may_grow=may_grow, held=held, captured=len(held))
 
     def _can_be_had(self, first: Entry | None, entries: Sequence[Entry | None]) -> bool:
         """True when the first block that is not in memory may come from somewhere."""
@@ -506,8 +511,12 @@ class Reader:
                     slow.append(one(i, entry))
             await together(slow)
 
-        self._promoter.start_promotions([e for e in run if e is not None])
-        tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
+        lent = lent_copies(run, call.devices)
+        for i, (entry, copy) in lent.items():
+            lease(i, entry, copy)
+        away = [None if i in lent else entry for i, entry in enumerate(run)]
+        self._promoter.start_promotions([e for e in away if e is not None])
+        tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(away)]
         if tasks:
             try:
                 _, late = await asyncio.wait(tasks, timeout=deadline_s)
@@ -605,13 +614,35 @@ class Reader:
 
 def _is_intact(lease: Lease) -> bool:
     tier, slot, record = lease.residence
-    mappable = tier.backend.mappable
-    assert mappable is not None, "leases are given on mapped copies only"
+    mappable, lending = tier.backend.mappable, tier.backend.lending
+    if lending is not None:
+        return lending.is_intact(slot)
+    assert mappable is not None, "leases are given on mapped and on lent copies only"
     try:
         with mappable.view(slot) as whole, whole[: record.stored_bytes] as view:
             return matches(view, record, slot.stamp)
     except BlockCorruptError:
         return True  # The slot has gone, and the lease with it.
+
+
+def lent_copy(entry: Entry, devices: frozenset[str]) -> Residence | None:
+    """The copy of a block that lies as it is in one of these devices, or None."""
+    for copy in entry.residences:
+        tier, slot, record = copy
+        lending = tier.backend.lending
+        if lending is None or tier.is_closed or record.codec not in UNENCODED:
+            continue
+        if lending.sum_of(slot) and lending.device_of(slot.extent) in devices:
+            return copy
+    return None
+
+
+def lent_copies(run: Sequence[Entry | None], devices: frozenset[str]) -> dict[int, tuple[Entry, Residence]]:
+    """Those blocks of a run, by position, that lie in one of these devices."""
+    if not devices:
+        return {}
+    copies = ((i, e, lent_copy(e, devices)) for i, e in enumerate(run) if e is not None)
+    return {i: (entry, copy) for i, entry, copy in copies if copy is not None}
 
 
 def _by_move(run: Sequence[Entry | None]) -> list[list[tuple[int, Entry]]]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import Compatibility
     from kvstrata_api.trust import Access, Identity
-    from kvstrata_api.wire import ExtentGrant
+    from kvstrata_api.wire import DeviceGrant, ExtentGrant
 
 
 BLOCK_BYTES_MAX: Final = GIB
@@ -111,6 +111,8 @@ class Attachment:
     block_bytes: int = 0
     extents: set[tuple[int, bool]] = field(default_factory=set)
     """Extents that were sent, with whether they were writable."""
+    devices: frozenset[str] = frozenset()
+    """Devices whose memory the client can open."""
     loads: LoadBook = field(default_factory=LoadBook)
     """Of loads under way."""
 
@@ -175,10 +177,10 @@ class Attachment:
         self.extents.add((number, is_writable))
         return True
 
-    def forget_extents(self, extents: Iterable[ExtentGrant]) -> None:
+    def forget_extents(self, extents: Iterable[ExtentGrant | DeviceGrant]) -> None:
         """Note that extents did not get through after all."""
         for grant in extents:
-            self.extents.discard((grant.extent, grant.is_writable))
+            self.extents -= {(grant.extent, True), (grant.extent, False)}
 
 
 class Attaching:
@@ -223,6 +225,7 @@ class Attaching:
         self._node.counters.add("kvstrata_attach_total", result="ok")
         at.layout, at.layout_id = request.layout, request.layout.layout_id()
         at.block_bytes = request.layout.block_bytes
+        at.devices = frozenset(request.devices)
         self._node.block_bytes = self._node.block_bytes or at.block_bytes
         self._node.remember_layout(at.layout_id, at.layout)
         at.expires_at_s = self._node.clock() + caller.expires_s

@@ -138,12 +138,14 @@ class Connection:
         self._reply(failures.failure(request.id, self._verbs.grants_version, error))
 
     def _reply(self, reply: wire.AnyReply) -> None:
-        extents = reply.extents if isinstance(reply, wire.GRANTING) else ()
         try:
             frame = wire.encode(reply)
-            fds = self._verbs.descriptors(extents)
+            fds = self._verbs.descriptors(self.attachment, reply)
         except (InvalidInputError, RetryableError) as e:
-            self.attachment.forget_extents(extents)
+            if isinstance(reply, wire.GRANTING):
+                self.attachment.forget_extents(reply.extents)
+            if isinstance(reply, wire.Acquired):
+                self.attachment.forget_extents(reply.devices)
             self._channel.send(wire.encode(failures.failure(reply.id, self._verbs.grants_version, e)))
             return
         self._channel.send(frame, fds)

@@ -104,6 +104,7 @@ class Verbs:
             wire.ReportEngine: self._report_engine,
             wire.WhyMiss: self._why_miss,
             wire.RouteHint: self._route_hint,
+            wire.CloseExtents: self._close_extents,
             **sessions.handlers,
             **self._handovers.handlers,
         }
@@ -142,6 +143,8 @@ class Verbs:
     def end(self, at: Attachment) -> None:
         """Release everything that a connection held."""
         self._node.end_owner(at.owner)
+        if at.devices:
+            self._grants.closed(at.owner)
 
     def took(self, request: wire.AnyRequest, duration_s: float) -> None:
         """Note how long a request took, its reply included. Requests that fail are not among them."""
@@ -149,9 +152,12 @@ class Verbs:
         parent = request.traceparent if isinstance(request, wire.Traceable) else ""
         self._node.counters.observe("kvstrata_request_duration_seconds", duration_s, traceparent=parent, verb=verb)
 
-    def descriptors(self, extents: Sequence[wire.ExtentGrant]) -> list[int]:
-        """Descriptors to send with granted extents; the backends own them."""
-        return self._grants.descriptors(extents)
+    def descriptors(self, at: Attachment, reply: wire.AnyReply) -> list[int]:
+        """Descriptors to send with the extents that a reply grants; the backends own them."""
+        if not isinstance(reply, wire.GRANTING):
+            return []
+        devices = reply.devices if isinstance(reply, wire.Acquired) else ()
+        return self._grants.descriptors(at.owner, reply.extents, devices)
 
     def _hello(self, at: Attachment, request: wire.Hello) -> wire.Welcome:
         if request.version != wire.PROTOCOL_VERSION:
@@ -238,6 +244,8 @@ class Verbs:
         if context is None:
             return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
         call = self._acquire_call(context, request, digests)
+        if request.in_place and at.devices:
+            call = replace(call, devices=self._openable(at, request))
         if call.handover is not None:
             return self._acquire_partial(at, request, call)
         count, name = len(call.digests), request.session
@@ -266,6 +274,13 @@ class Verbs:
         lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
         deadline_s = min(max(request.deadline_s, 0.0), DEADLINE_S_MAX)
         return AcquireCall(context, digests, lease_s, deadline_s, request.part_bytes, request.handover)
+
+    @staticmethod
+    def _openable(at: Attachment, request: wire.Acquire) -> frozenset[str]:
+        """Devices in which the caller may have whole blocks in place: who opens an extent can write all of it."""
+        access = at.rights[request.scope].access
+        is_own = access.kind is ScopeKind.TENANT and access.can_write
+        return at.devices if is_own and not request.part_bytes else frozenset()
 
     async def _acquire_partial(self, at: Attachment, request: wire.Acquire, call: AcquireCall) -> wire.Acquired:
         count, name = len(call.digests), request.session
@@ -341,7 +356,7 @@ class Verbs:
             self._observer.on_refused(at, request, len(reads))
             return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
         places = [(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
-        kept, extents = self._grants.fit(at, right, places)
+        kept, extents, devices = self._grants.fit(at, right, places)
         if kept < len(reads):
             self._cache.unlease(at.owner, [r.lease.id for r in reads[kept:]])
         reads = reads[:kept]
@@ -354,9 +369,9 @@ class Verbs:
             read = SessionEvent(Happened.LOAD, now_s, now_s, blocks=sources, lacking=lacking)
             self._node.sessions.log.note(context.session.key, read)
         self._observer.on_acquired(at, right, reads)
-        return wire.Acquired(
-            request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
-        )
+        gone = self._grants.gone(at, extents, has_devices=bool(at.devices))
+        epoch = self._node.epoch
+        return wire.Acquired(request.id, self.grants_version, blocks, extents, epoch, gone, devices=devices)
 
     def _release(self, at: Attachment, request: wire.Release) -> wire.Done:
         self._cache.reader.inspect(at.owner, request.suspects[:SUSPECTS_MAX])
@@ -424,10 +439,10 @@ class Verbs:
         except ForbiddenError:  # The right was lost on the way.
             self._cache.abandon(at.owner, [r.id for r in spots])
             raise
-        kept, extents = self._grants.fit(at, right, [(r.tier, r.slot) for r in standing if r is not None])
+        kept, extents, _ = self._grants.fit(at, right, [(r.tier, r.slot) for r in standing if r is not None])
         if kept < len(spots):
             made = self._cut(at, made, kept)
-        gone = self._grants.gone(at, extents)
+        gone = self._grants.gone(at, extents, has_devices=bool(at.devices))
         slots = tuple([NO_SLOT if r is None else slot_of(r.id, r.tier, r.slot) for r in made])
         named = self._handovers.begin(request, made) if request.handover else None
         version, epoch = self.grants_version, self._node.epoch
@@ -608,6 +623,10 @@ class Verbs:
         answer = {"blocks": len(entries), "is_alone": is_alone, "longest": longest, "nodes": nodes}
         return wire.Text(request.id, self.grants_version, json.dumps(answer))
 
+    def _close_extents(self, at: Attachment, request: wire.CloseExtents) -> wire.Done:
+        self._grants.closed(at.owner, request.extents)
+        return wire.Done(request.id, self.grants_version, len(request.extents))
+
     def _drop(self, at: Attachment, request: wire.Drop) -> wire.Found:
         right = self._writable(at, request)
         if right.access.kind is not ScopeKind.TENANT:
@@ -670,5 +689,8 @@ class ReadObserver:
         sources = [read.source for read in reads]
         for source in set(sources):
             self._counters.add("kvstrata_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source)
+        lent = Counter(r.source for r in reads if r.lease.residence.tier.backend.lending is not None)
+        for source, blocks in lent.items():
+            self._counters.add("kvstrata_lent_bytes_total", blocks * at.block_bytes, tenant=at.tenant, tier=source)
         self._audit.read(at.caller, right.access, "acquire", (read.lease.entry for read in reads))
         self._counters.leased(right.access, len(reads))

@@ -24,7 +24,7 @@ class AsyncLink:
 
     def __init__(self, target: Target, connected: socket.socket, connection: int) -> None:
         """Own `connected`, a non-blocking socket, and read it on the running loop."""
-        self.protocol = Protocol(target.layout.block_bytes, connection)
+        self.protocol = Protocol(target.layout.block_bytes, connection, target.devices)
         self._socket = connected
         self._silence_s = target.silence_s
         self._loop = asyncio.get_running_loop()

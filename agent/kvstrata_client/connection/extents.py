@@ -1,16 +1,23 @@
-"""Receives the descriptors of extents that the agent grants, maps them and cuts views of slots out of them."""
+"""Receives the descriptors of extents that the agent grants, maps them and cuts views of slots out of them.
+
+Extents in the memory of devices are opened by what the target has for it; the agent may free them once they are closed.
+"""
 
 import contextlib
+import logging
 import mmap
 import os
 import socket
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvstrata_api.errors import AgentAwayError, InvalidInputError
-from kvstrata_api.wire import FDS_PER_FRAME_MAX, ExtentGrant
+from kvstrata_api.wire import FDS_PER_FRAME_MAX, DeviceGrant, ExtentGrant
+from kvstrata_client.target import Devices, OpenExtent
+
+_log: Final = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 << 10
 
@@ -95,6 +102,68 @@ class Extents:
         self._maps[grant.extent] = _Mapping(memory, whole.toreadonly(), whole if grant.is_writable else None, file)
         if old is not None:
             old.close()
+
+
+class DeviceExtents:
+    """Extents in the memory of devices of one connection, by number. Each is open until its last tensor has gone."""
+
+    def __init__(self, devices: Devices | None) -> None:
+        self._devices = devices
+        self._open: dict[int, OpenExtent] = {}
+        self._closing: dict[int, Callable[[], object | None]] = {}
+
+    def install(self, grants: Iterable[DeviceGrant], fds: Sequence[int]) -> None:
+        """Open each granted extent, and close the descriptors; what cannot be opened is logged, and missing.
+
+        Raises `InvalidInputError` for a device that was not asked for.
+        """
+        left = list(fds)
+        try:
+            for grant in grants:
+                if self._devices is None or grant.device not in self._devices.names:
+                    raise InvalidInputError(f"extent {grant.extent} of device {grant.device!r} was not asked for")
+                try:
+                    self._open[grant.extent] = self._devices.open(grant, -1 if grant.handle else left[0])
+                except InvalidInputError as e:
+                    _log.warning("memory of a device cannot be opened, its blocks are copied: %s", e)
+                    self._closing[grant.extent] = lambda: None
+                if not grant.handle:
+                    os.close(left.pop(0))
+        finally:
+            for fd in left:
+                os.close(fd)
+
+    def part(self, extent: int, offset: int, size_bytes: int) -> Any:
+        """Tensor of one slot, (size_bytes,) uint8; None where its extent is not open.
+
+        Raises `InvalidInputError` for a slot that is not in its extent.
+        """
+        found = self._open.get(extent)
+        if found is None:
+            return None
+        whole = found.memory
+        if not 0 <= offset <= len(whole) - size_bytes:
+            raise InvalidInputError(f"slot of {size_bytes} B at {offset} in extent {extent} of {len(whole)} B")
+        return whole[offset : offset + size_bytes]
+
+    def forget(self, extents: Iterable[int]) -> None:
+        """Let go of extents that have gone. What still uses a tensor of one keeps it open."""
+        for number in extents:
+            found = self._open.pop(number, None)
+            if found is not None:
+                self._closing[number] = found.anchor
+
+    def closed(self) -> tuple[int, ...]:
+        """Extents that were forgotten and are closed by now, each once."""
+        closed = tuple(number for number, anchor in self._closing.items() if anchor() is None)
+        for number in closed:
+            del self._closing[number]
+        return closed
+
+    def clear(self) -> None:
+        """Let go of all extents."""
+        self._open.clear()
+        self._closing.clear()
 
 
 def _map(grant: ExtentGrant, fd: int) -> mmap.mmap:

@@ -61,7 +61,7 @@ class Link:
 
     def __init__(self, target: Target, connected: socket.socket, connection: int) -> None:
         """Own `connected`, a non-blocking socket."""
-        self.protocol = Protocol(target.layout.block_bytes, connection)
+        self.protocol = Protocol(target.layout.block_bytes, connection, target.devices)
         self._socket = connected
         self._silence_s = target.silence_s
         self._state = threading.Condition(threading.Lock())

@@ -12,8 +12,9 @@ from typing import Any, Final
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
 from kvstrata_api.trace_context import traceparent
-from kvstrata_client.connection.extents import Extents
-from kvstrata_client.verbs.calls import Call, Calls, ReplyContext, read_grants
+from kvstrata_client.connection.extents import DeviceExtents, Extents
+from kvstrata_client.target import Devices
+from kvstrata_client.verbs.calls import Call, Calls, ReplyContext, close_extents, read_grants
 from kvstrata_client.verbs.results import Answer, Grants
 
 _HEADER_BYTES = 4
@@ -71,7 +72,7 @@ class ReplyReader:
         return body
 
     def _arrival(self, reply: wire.AnyReply) -> Arrival:
-        wanted = len(reply.extents) if isinstance(reply, wire.GRANTING) else 0
+        wanted = wire.descriptors(reply)
         if wanted > len(self._fds):
             raise InvalidInputError(f"reply {reply.id} grants {wanted} extents, {len(self._fds)} descriptors came")
         return Arrival(reply, tuple(self._fds.popleft() for _ in range(wanted)))
@@ -119,11 +120,12 @@ def unsent(sent: Sent) -> list[Answer[Any]]:
 class Protocol:
     """Turns calls into bytes to send and received bytes into answers. Not thread-safe: its owner locks."""
 
-    def __init__(self, block_bytes: int, connection: int) -> None:
+    def __init__(self, block_bytes: int, connection: int, devices: Devices | None = None) -> None:
         """Start at an unauthenticated connection; `block_bytes` is the layout's, `connection` a number of its own."""
         self._reader = ReplyReader()
         self._extents = Extents()
-        self._context = ReplyContext(self._extents, block_bytes, connection)
+        self._devices = DeviceExtents(devices)
+        self._context = ReplyContext(self._extents, block_bytes, connection, self._devices)
         self._pending: dict[int, _Pending] = {}
         self._answers: dict[int, _Answered] = {}
         self._next_id = 1
@@ -207,6 +209,7 @@ class Protocol:
         self.lost = self.lost or reason
         self._pending.clear()
         self._extents.clear()
+        self._devices.clear()
         return self._reader.unclaimed_fds()
 
     def _raise_for(self, calls: Sequence[Call[Any]]) -> None:
@@ -229,17 +232,30 @@ class Protocol:
         reply = arrival.reply
         self._seen_version = max(self._seen_version, reply.grants_version)
         if isinstance(reply, wire.GRANTING):
-            self._extents.install(reply.extents, arrival.fds)
-            self._extents.forget(reply.gone)
+            self._install(reply, arrival.fds)
         if isinstance(reply, wire.Granted):
             self.grants = read_grants(reply)
-        pending = self._pending.pop(reply.id, None)
+        pending, closing = self._pending.pop(reply.id, None), self._close()
         if pending is None or pending.wait is _Wait.NOBODY:
-            return []
+            return closing
         if pending.wait is not _Wait.CALLER:
-            return self._undo(pending.call, reply)
+            return closing + self._undo(pending.call, reply)
         self._answers[reply.id] = _Answered(pending.call, reply, self._answer(pending.call, reply))
-        return []
+        return closing
+
+    def _install(self, reply: wire.Acquired | wire.Reserved, fds: tuple[int, ...]) -> None:
+        count = len(reply.extents)
+        try:
+            self._extents.install(reply.extents, fds[:count])
+        finally:
+            self._devices.install(reply.devices if isinstance(reply, wire.Acquired) else (), fds[count:])
+        self._extents.forget(reply.gone)
+        self._devices.forget(reply.gone)
+
+    def _close(self) -> list[Call[Any]]:
+        """Report memory of devices that is closed here."""
+        closed = self._devices.closed()
+        return [close_extents(closed)] if closed else []
 
     def _answer(self, call: Call[Any], reply: wire.AnyReply) -> Answer[Any]:
         if isinstance(reply, wire.Failed):

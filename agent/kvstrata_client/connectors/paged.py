@@ -1,7 +1,8 @@
 """Engines that keep KV in pages on a device: a prompt's blocks are saved from their pages and loaded into pages.
 
 Everything goes to the device on the stream that is current, so it is in order with what the engine computes there; an
-engine that wants both side by side makes another stream current. Only what was verified in host memory goes up.
+engine that wants both side by side makes another stream current. Only what was verified in host memory goes up, and
+what lies on a device that the client opens is copied and verified there.
 
 Pages are gathered into blocks of a layout, and blocks scattered to pages: bits are moved and nothing else. No page is
 written but those that a caller names, and of them no row behind its tokens.
@@ -21,6 +22,7 @@ from kvstrata_api.blocks import Layout, token_ids
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import MIB
 from kvstrata_client.cache import PrefixCache
+from kvstrata_client.connectors.device_blocks import put_rows, reads_in_place
 from kvstrata_client.prompt.streaming import LayerStream
 from kvstrata_client.verbs.leases import lost
 from kvstrata_client.verbs.results import Bytes2D, Stored
@@ -234,7 +236,7 @@ class PagedConnector:
 
     def load(
         self, tokens: Sequence[int], table: Sequence[int], *, session: str = "", blocks_max: int | None = None
-    ) -> "PagedLoad":
+    ) -> "PagedLoad | LoadedPages":
         """Lease the longest prefix that can be had at a time, to be brought into the pages of `table` layer by layer.
 
         `blocks_max` bounds it: the last token of a prompt has to be computed for its logits. Raises
@@ -244,12 +246,58 @@ class PagedConnector:
         most = len(ids) // self._kv.layout.block_tokens
         most = most if blocks_max is None else min(most, blocks_max)
         self._kv.rows(table, range(most))
+        if reads_in_place(self._cache, self._kv.device):
+            return self._load_in_place(ids, table, session, most)
         stream = self._cache.stream(ids, session=session, blocks_max=most)
         try:
             return PagedLoad(stream, self._kv, table, self._work)
         except BaseException:
             stream.close()
             raise
+
+    def _load_in_place(self, ids: Any, table: Sequence[int], session: str, blocks_max: int) -> "LoadedPages":
+        layout = self._kv.layout
+        rows = put_rows(partial(self._put, table), blocks_max, layout.block_bytes, self._kv.device)
+        loaded = self._cache.load_rows(ids, rows, session=session, blocks_max=blocks_max)
+        return LoadedPages(loaded.blocks * layout.block_tokens, layout.layers, rows.in_place_blocks)
+
+    def _put(self, table: Sequence[int], first: int, blocks: Any) -> None:
+        """Scatter verified blocks of the prompt, the first of which is `first`, to their pages."""
+        layers = blocks.view(len(blocks), self._kv.layout.layers, -1)
+        rows = self._kv.rows(table, range(first, first + len(blocks)))
+        for layer in range(self._kv.layout.layers):
+            self._kv.scatter(layer, rows, layers[:, layer].contiguous())
+
+
+class LoadedPages:
+    """A prefix that lies in its pages: what `PagedLoad` is once it has finished. Whole blocks come by one sum each."""
+
+    def __init__(self, tokens: int, layers: int, in_place_blocks: int) -> None:
+        self._layers = layers
+        self.in_place_blocks = in_place_blocks
+        """Blocks that were copied on the device alone."""
+        self.tokens = tokens
+        """Leading tokens that are loaded; 0 when nothing was found."""
+
+    def layer(self, number: int) -> None:
+        """Raise `InvalidInputError` for a layer that the layout has not; the others are there."""
+        if not 0 <= number < self._layers:
+            raise InvalidInputError(f"layer {number}: 0 to {self._layers - 1} are there")
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> bool:
+        """See `PagedLoad.close`: the leases lived until what is counted in `tokens` had been verified."""
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is left to do."""
 
 
 class PagedLoad:

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvstrata_api.errors import InvalidInputError, KvStrataError, UnsupportedError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
+from kvstrata_client.connectors.device_blocks import reads_in_place, rows_of
 from kvstrata_client.connectors.paged import Wait, batches_of, work_of
 from kvstrata_client.connectors.transformers import (
     BATCH_BYTES,
@@ -277,6 +278,8 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         first, wanted = max(0, held - row.pad) // layout.block_tokens, blocks_touching(row, stop, layout.block_tokens)
         load, work, waits = _Load(first, [], []), work_of(device), deque[Wait]()
         batches = batches_of(range(first, wanted), layout.block_bytes, BATCH_BYTES)
+        if reads_in_place(self._prefixes, device):
+            return self._load_in_place(row, load, batches, device)
         rooms = [work.staging(len(batches[0]) * layout.block_bytes) for _ in batches[:2]]
         for number, blocks in enumerate(batches):
             if len(waits) == len(rooms):
@@ -295,6 +298,24 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
                 break
         for wait in waits:
             wait()
+        return load
+
+    def _load_in_place(self, row: Row, load: "_Load", batches: Sequence[range], device: Any) -> "_Load":
+        """Do the same, copying on the device what lies there."""
+        for blocks in batches:
+            room = torch.empty((len(blocks), self._layout.block_bytes), dtype=torch.uint8, device=device)
+            loaded = self._prefixes.load_rows(
+                row.tokens,
+                rows_of(room),
+                session=self._session,
+                deadline_s=self._deadline_s,
+                blocks_max=blocks.stop,
+                first_block=blocks.start,
+            )
+            load.batches.append(room[: loaded.blocks])
+            load.sources.extend(loaded.sources)
+            if loaded.blocks < len(blocks):
+                break
         return load
 
     def _append(self, rows: Rows, held: int, stop: int, loads: Sequence["_Load"], device: Any) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,32 @@ from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Calls, Collect, Operation, Post, Work
 from kvstrata_client.verbs.copying import copy_verified_each
 from kvstrata_client.verbs.results import Answer, Bytes2D, Lease, Loaded
+
+
+class DeviceRows(Protocol):
+    """Where a load puts blocks that is no host memory: rows on a device, or pages of an engine there."""
+
+    def __len__(self) -> int:
+        """Blocks that there is room for."""
+
+    def copy(self, first: int, leases: Sequence[Lease]) -> Sequence[bool]:
+        """Copy blocks to the places from `first` on and verify each copy; whether each is right.
+
+        It comes back when the device is done. `Lease.tensor` has a block that lies in a device.
+        """
+
+
+class _HostRows:
+    """Rows of an array, (blocks, block bytes) uint8."""
+
+    def __init__(self, rows: Bytes2D) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def copy(self, first: int, leases: Sequence[Lease]) -> Sequence[bool]:
+        return copy_verified_each(leases, [(memoryview(row),) for row in self._rows[first : first + len(leases)]])
 
 
 @dataclass(slots=True)
@@ -39,9 +66,9 @@ class _LeasedBatch:
     """Source of each block whose copy is right."""
     suspects: list[Lease] = field(default_factory=list)
 
-    def copy(self, data: Bytes2D) -> None:
+    def copy(self, rows: DeviceRows, first: int) -> None:
         """Copy and verify; what lies behind the first copy that is wrong is of no use."""
-        sound = copy_verified_each(self.leases, [(memoryview(row),) for row in data[: len(self.leases)]])
+        sound = list(rows.copy(first, self.leases))
         right = sound.index(False) if False in sound else len(sound)
         self.sound += [lease.source for lease in self.leases[:right]]
         self.suspects += self.leases[right : right + 1]
@@ -56,8 +83,10 @@ class _LoadPipeline:
     """One run over a route: what is leased, what is in flight, and what was copied."""
 
     job: Job
-    data: Bytes2D
+    rows: DeviceRows
     """Where blocks are copied to."""
+    in_place: bool
+    """Blocks in devices are leased there."""
     done: _Progress
     batches: Iterator[Batch]
     """Those that were not asked for yet."""
@@ -83,7 +112,10 @@ class _LoadPipeline:
 
     def add_leases(self, batch: Batch, answer: Answer[Sequence[Lease]]) -> None:
         """Add leases of leading blocks of a batch; note whether the path to the others is congested."""
-        leases = answer.value
+        count = calls.usable(answer.value)
+        leases, closed = answer.value[:count], answer.value[count:]
+        if closed:
+            self.unused.append(closed)
         if leases and (not self.is_open or batch.start != self.leased_stop):
             self.unused.append(leases)
         elif self.is_open:
@@ -119,7 +151,11 @@ class _LoadPipeline:
         """Ask for the next batch, and release one that was copied."""
         job, batch = self.job, self.next_batch()
         releasing = (calls.release(job.target, copied.leases, copied.suspects),) if copied else ()
-        acquiring = (calls.acquire(job.target, batch.keys, job.session, job.lease_s, job.deadline_s),) if batch else ()
+        acquiring: Calls = ()
+        if batch:
+            wanted = (job.target, batch.keys, job.session, job.lease_s, job.deadline_s)
+            call = calls.acquire(*wanted)
+            acquiring = (calls.in_place(call) if self.in_place else call,)
         ahead = Ahead((*releasing, *acquiring))
         if ahead.calls:
             yield ahead
@@ -128,7 +164,7 @@ class _LoadPipeline:
     def copy_next(self) -> Operation[None]:
         """Copy the first batch that arrived."""
         batch = self.arrived[0]
-        yield Work(lambda: batch.copy(self.data[batch.start - self.job.first_block :]))
+        yield Work(lambda: batch.copy(self.rows, batch.start - self.job.first_block))
         if batch.suspects:
             self.close(kept=1)
         yield from self.send_next(batch)
@@ -149,8 +185,11 @@ class _LoadPipeline:
         return tuple(calls.release(self.job.target, leases) for leases in unused)
 
 
-def load(job: Job, into: Bytes2D | None) -> Operation[Loaded]:
-    """Copy the longest prefix that can be had into `into` (or a new buffer), each block verified after the copy."""
+def load(job: Job, into: Bytes2D | DeviceRows | None) -> Operation[Loaded]:
+    """Copy the longest prefix that can be had into `into` (or a new buffer), each block verified after the copy.
+
+    What goes to a device is in no buffer: `data` has no rows then.
+    """
     found = yield from locate_for_load(job)
     data, done = yield from _load_route(job, found, into)
     if job.at.is_stale:  # Seen only now: there may be a scope that we do not know yet.
@@ -165,7 +204,9 @@ def load(job: Job, into: Bytes2D | None) -> Operation[Loaded]:
     return Loaded(blocks, data[:blocks], tuple(done.sources), shared, *faults, done.busy_s)
 
 
-def _load_route(job: Job, found: PromptLocations | None, into: Bytes2D | None) -> Operation[tuple[Bytes2D, _Progress]]:
+def _load_route(
+    job: Job, found: PromptLocations | None, into: Bytes2D | DeviceRows | None
+) -> Operation[tuple[Bytes2D, _Progress]]:
     """Copy blocks in order until one cannot be had.
 
     They come in batches: while one is copied, the agent ends the leases of those before it and gives those of the ones
@@ -174,16 +215,25 @@ def _load_route(job: Job, found: PromptLocations | None, into: Bytes2D | None) -
     """
     route, first = found.route if found else Route(), job.first_block
     expected = max(0, min(route.blocks, job.wanted_blocks) - first)
-    data = np.empty((expected, job.target.layout.block_bytes), np.uint8) if into is None else into
-    done, blocks, count = _Progress(), min(len(data), expected), BATCHES_IN_FLIGHT
+    is_host = into is None or isinstance(into, np.ndarray)
+    data = into if isinstance(into, np.ndarray) else _buffer(job.target, expected if is_host else 0)
+    rows: DeviceRows = _HostRows(data) if into is None or isinstance(into, np.ndarray) else into
+    done, blocks, count = _Progress(), min(len(rows), expected), BATCHES_IN_FLIGHT
     step = pipeline.batch_blocks(job.target.layout.block_bytes)
     while (start := len(done.sources)) < blocks:
-        run = _LoadPipeline(job, data, done, pipeline.batches_of(route, range(first + start, first + blocks), step))
+        batches = pipeline.batches_of(route, range(first + start, first + blocks), step)
+        devices = job.target.devices
+        in_place = not is_host and devices is not None and not devices.error
+        run = _LoadPipeline(job, rows, in_place, done, batches)
         yield from run_pipeline(run, count)
         if run.has_gap or (len(done.sources) == start and (count == 1 or done.busy_s)):
             break
         count = 1
     return data, done
+
+
+def _buffer(target: Target, blocks: int) -> Bytes2D:
+    return np.empty((blocks, target.layout.block_bytes), np.uint8)
 
 
 def copy_leased(

@@ -32,6 +32,13 @@ class SlotViews(Protocol):
         """View of one slot. Raises `InvalidInputError` when it was not granted so."""
 
 
+class DeviceParts(Protocol):
+    """The agent's memory in devices, as far as it is open here."""
+
+    def part(self, extent: int, offset: int, size_bytes: int) -> Any:
+        """Tensor of one slot, None where its extent is not open. Raises `InvalidInputError` outside of the extent."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
     """What is needed to make sense of a reply: the mapped extents and the size of a block in them."""
@@ -40,6 +47,7 @@ class ReplyContext:
     block_bytes: int
     connection: int
     """Serial number of the connection, to keep its leases and reservations apart from another's."""
+    devices: DeviceParts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +176,9 @@ def hello(target: Target) -> Call[wire.Welcome | None]:
 
 def attach(target: Target, token: str) -> Call[Grants | None]:
     """Authenticate; a TokenReview may lie behind it."""
+    names = target.devices.names if target.devices is not None else ()
     return Call(
-        lambda i: wire.Attach(i, token, target.pool, target.layout),
+        lambda i: wire.Attach(i, token, target.pool, target.layout, names),
         lambda reply, _: read_grants(_expect(reply, wire.Granted)),
         None,
         target.move_timeout_s,
@@ -245,9 +254,22 @@ def acquire(
     )
 
 
+def in_place(plain: Call[tuple[Lease, ...]]) -> Call[tuple[Lease, ...]]:
+    """Turn an `acquire` into one that leases blocks which lie in a device of the target there."""
+    return replace(plain, request=lambda i: msgspec.structs.replace(plain.request(i), in_place=True))
+
+
+def usable(leases: Sequence[Lease]) -> int:
+    """Leading leases whose bytes can be read here: the memory of a device may not have opened."""
+    return next((i for i, x in enumerate(leases) if x.device_sum and x.tensor is None), len(leases))
+
+
 def _lease(block: wire.Leased, key: BlockKey, epoch: int, context: ReplyContext) -> Lease:
-    view = context.extents.view(block.extent, block.offset, context.block_bytes, is_writable=False)
-    bound = block.epoch or epoch
+    bound, tensor, view = block.epoch or epoch, None, memoryview(b"")
+    if not block.device_sum:
+        view = context.extents.view(block.extent, block.offset, context.block_bytes, is_writable=False)
+    elif context.devices is not None:
+        tensor = context.devices.part(block.extent, block.offset, context.block_bytes)
     return Lease(
         block.lease,
         key.digest,
@@ -259,6 +281,15 @@ def _lease(block: wire.Leased, key: BlockKey, epoch: int, context: ReplyContext)
         view,
         block.parts,
         block.is_growing,
+        tensor,
+        block.device_sum,
+    )
+
+
+def close_extents(extents: Sequence[int]) -> Call[int]:
+    """Report that memory of devices is closed here, to nobody's waiting. Only for an agent that granted some."""
+    return Call(
+        lambda i: wire.CloseExtents(i, tuple(extents)), lambda reply, _: _expect(reply, wire.Done).count, 0, 0.0
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -168,6 +168,11 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     """Joined checksums of its parts, where they were asked for; empty from an agent that does not know them."""
     is_partial: bool = False
     """Of a hand-over: `parts` become more as the writer goes on (`calls.arrive`)."""
+    tensor: Any = None
+    """Of a block in a device that was leased in place: (block bytes,) uint8 there, and `view` is empty. None: it is in
+    host memory. Void when the lease ends: copy on the device, then hold the copy against `device_sum`."""
+    device_sum: bytes = b""
+    """What `kvstrata_native.devices.block_sum` of a copy has to be."""
 
 
 class Reservation(msgspec.Struct, frozen=True, eq=False):

@@ -47,7 +47,14 @@ class Compatibility(ApiModel):
 
 
 class HbmTier(ApiModel):
-    """GPU memory: all GPUs of the node take part, and there is nothing to set."""
+    """GPU memory: all GPUs of the node take part."""
+
+    reading: Literal["Copied", "InPlace"] = Field(
+        "Copied",
+        description="Copied: a block is copied to host memory for its readers. InPlace: engines that can open the "
+        "GPU's memory copy a tenant's own blocks on the GPU; those of domains and shares are copied as before, because "
+        "whoever opens such memory can write it. Engines and agents share a PID namespace for it.",
+    )
 
 
 class HostDramTier(ApiModel):

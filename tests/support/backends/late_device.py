@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from kvstrata_agent.backends.device.hbm import Wait
+from kvstrata_native.devices import Allocation, allocate_host
 
 JUNK = 0xEE
 
@@ -34,6 +35,13 @@ class LateQueue:
             self._allocated_bytes -= size_bytes
             raise torch.OutOfMemoryError(f"out of memory: {self._allocated_bytes} B of {self.memory_bytes} in use")
         return torch.full((size_bytes,), JUNK, dtype=torch.uint8)
+
+    def allocate_shared(self, size_bytes: int) -> Allocation:
+        """As `allocate`, in host memory that others can open."""
+        self.allocate(size_bytes)
+        made = allocate_host(size_bytes)
+        made.memory.fill_(JUNK)
+        return made
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """Counted."""

@@ -23,6 +23,8 @@ WRAPPING = "kvstrata_api.wrapping"
 """Data keys of scopes, for operator and agents: it is imported where a key is wrapped, and has `cryptography`."""
 SCREEN = "kvstrata_client.commands.screen"
 """`kvstrata top` imports it, and says what to install where textual is not."""
+DEVICES = "kvstrata_native.devices"
+"""Memory of devices, for HBM tiers and the connectors that read it in place: these alone import it, and torch."""
 IMPORT_ALL = """
 import importlib, json, sys
 wanted, allowed, ours = json.loads(sys.argv[1]), set(json.loads(sys.argv[2])), set(json.loads(sys.argv[3]))
@@ -70,7 +72,7 @@ def modules() -> Iterator[str]:
     for package in BASE:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to((ROOT / package).parent).with_suffix("").parts).removesuffix(".__init__")
-            if not name.startswith(CONNECTORS) and name not in (WRAPPING, SCREEN):
+            if not name.startswith(CONNECTORS) and name not in (WRAPPING, SCREEN, DEVICES):
                 yield name
 
 

@@ -54,6 +54,7 @@ READ: Final[dict[str, dict[str, str]]] = {
     },
     "agent/kvstrata_agent/backends/registry.py": {
         "CxlTier.mode": "settings.mode",
+        "HbmTier.reading": "tier.hbm.reading",
         "SecretRef.name": "secret_ref.name",
         "Encryption.type": "tier.encryption.type",
     },

@@ -5,6 +5,9 @@ stream knows nothing of others, and zeroes of an allocation there could arrive a
 through a few pieces of host memory that take turns: while the device copies one block, the processor copies and hashes
 its neighbours, several at a time where there are cores for it. What comes up is verified in a piece, where nobody else
 can write, before any of it reaches the caller.
+
+A tier that lends lets clients open its extents and copy on the device. Each extent is an allocation of its own then,
+and each block has a sum that the device made of the bytes which were proven on their way to it.
 """
 
 from __future__ import annotations
@@ -33,9 +36,13 @@ from kvstrata_api.errors import (
     UnsupportedError,
 )
 from kvstrata_native import copy, copy_digests, copy_threads
+from kvstrata_native.devices import SUM_BYTES, Allocation, allocate_cuda, allocate_host, block_sum, packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvstrata_agent.backends.base import LendingBackend
+    from kvstrata_api.blocks import ScopeId
 
 
 Wait = Callable[[], None]
@@ -63,6 +70,9 @@ class DeviceQueue(Protocol):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Memory of the device with anything in it. Raises `torch.OutOfMemoryError`."""
 
+    def allocate_shared(self, size_bytes: int) -> Allocation:
+        """Memory of the device that other processes can open, with anything in it. Raises `RuntimeError`."""
+
     def staging(self, size_bytes: int) -> torch.Tensor:
         """Memory of the host that the device reaches by itself."""
 
@@ -86,6 +96,10 @@ class CudaQueue:
         """See `DeviceQueue`. The memory belongs to our stream, so it is used again only behind our work."""
         with torch.cuda.stream(self._stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def allocate_shared(self, size_bytes: int) -> Allocation:
+        """See `DeviceQueue`: of the driver itself, as torch cuts several tensors out of what it asks the driver for."""
+        return allocate_cuda(self._device.index, size_bytes)
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceQueue`: pinned, without which copies would go through the driver's buffers and block."""
@@ -115,6 +129,10 @@ class HostQueue:
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceQueue`."""
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def allocate_shared(self, size_bytes: int) -> Allocation:
+        """See `DeviceQueue`."""
+        return allocate_host(size_bytes)
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceQueue`."""
@@ -152,6 +170,9 @@ class Slots(Protocol):
 
     def part(self, slot: SlotRef, size_bytes: int) -> tuple[DeviceQueue, torch.Tensor]:
         """Queue of the device, and the first bytes of a slot. Raises `BackendFailedError` where that is gone."""
+
+    def filled(self, slot: SlotRef, target: torch.Tensor) -> None:
+        """Called in the queue, behind the copy to a slot."""
 
 
 @dataclass(slots=True)
@@ -193,7 +214,7 @@ class Staging:
             end = staged(writing, piece.view[: len(target)])
             if isinstance(end, Record):
                 source = piece.memory[: len(target)]
-                piece.wait = queue.start(lambda: target.copy_(source, non_blocking=True))
+                piece.wait = queue.start(partial(_fill, slots, writing.slot, target, source))
         except RuntimeError as e:  # torch's device errors share no closer base.
             return _failed(writing.slot, e), None
         except KvStrataError as e:
@@ -236,6 +257,11 @@ class Staging:
     def close(self) -> None:
         """Release the memory: no copy is under way between calls."""
         self._pieces.clear()
+
+
+def _fill(slots: Slots, slot: SlotRef, target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+    slots.filled(slot, target)
 
 
 def staged(writing: Writing, room: memoryview) -> Record | KvStrataError:
@@ -282,18 +308,20 @@ End = TypeVar("End")
 Task = TypeVar("Task")
 
 
-def open_hbm(device: str, capacity_bytes: int) -> HbmTier:
-    """Tier in the memory of all devices of a kind: `cuda`, or `cpu` as a double.
+def open_hbm(device: str, capacity_bytes: int, *, lends: bool = False) -> HbmTier:
+    """Tier in the memory of all devices of a kind: `cuda`, or `cpu` as a double. Clients may open it where it `lends`.
 
     Raises `UnsupportedError` when torch sees no such device, and `InvalidInputError` for more than the devices have.
     """
-    return HbmTier(open_queues(device), capacity_bytes)
+    return HbmTier(open_queues(device), capacity_bytes, lends=lends)
 
 
 class HbmTier(DeviceTier["HbmMemory"]):
     """Blocks in device memory (`GroupBackend`). One group at a time, each by several threads."""
 
-    def __init__(self, queues: Sequence[DeviceQueue], capacity_bytes: int, threads: int = copy_threads) -> None:
+    def __init__(
+        self, queues: Sequence[DeviceQueue], capacity_bytes: int, threads: int = copy_threads, *, lends: bool = False
+    ) -> None:
         """Use one queue for each device. Raises `InvalidInputError` for more than the devices have."""
         _check_fits(queues, capacity_bytes)
         kind = queues[0].name.partition(":")[0]
@@ -304,12 +332,56 @@ class HbmTier(DeviceTier["HbmMemory"]):
             is_emulated=kind == DOUBLE,
             alignment_bytes=_ALIGNMENT_BYTES,
         )
-        super().__init__(capabilities, HbmMemory(queues, threads), capacity_bytes, page_bytes=_ALIGNMENT_BYTES)
+        super().__init__(
+            capabilities, HbmMemory(queues, threads, lends=lends), capacity_bytes, page_bytes=_ALIGNMENT_BYTES
+        )
 
     @property
     def group(self) -> GroupBackend:
         """Itself. See `OptionalCapabilities`."""
         return self
+
+    @property
+    def lending(self) -> LendingBackend | None:
+        """Itself, where it lends. See `OptionalCapabilities`."""
+        return self if self.memory.lends else None
+
+    def device_of(self, extent: int) -> str:
+        """See `LendingBackend`."""
+        return self.memory.shared[extent].device
+
+    def extent_scope(self, extent: int) -> ScopeId:
+        """See `LendingBackend`."""
+        return self._table.extents[extent].scope
+
+    def extent_bytes(self, extent: int) -> int:
+        """See `LendingBackend`."""
+        return self._table.extents[extent].size_bytes
+
+    def close_extent(self, extent: int) -> None:
+        """See `LendingBackend`."""
+        closed = self._table.close_extent(extent)
+        if closed is not None:
+            self._release(closed)
+
+    def sum_of(self, slot: SlotRef) -> bytes:
+        """See `LendingBackend`."""
+        return self.memory.sum_of(slot) if self._table.is_live(slot) else b""
+
+    def is_intact(self, slot: SlotRef) -> bool:
+        """See `LendingBackend`."""
+        return not self.sum_of(slot) or self.memory.is_intact(slot)
+
+    def lend(self, extent: int, borrower: int) -> tuple[bytes, int]:
+        """See `LendingBackend`."""
+        allocation = self.memory.shared[extent]
+        self._thread.submit(self.memory.lend, extent, borrower)  # In order with all that releases an extent.
+        return allocation.handle, allocation.fd
+
+    def give_back(self, borrower: int, extents: Sequence[int] | None = None) -> None:
+        """See `LendingBackend`."""
+        if not self._is_closed:
+            self._thread.submit(self.memory.give_back, borrower, extents)
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """See `TierBackend`."""
@@ -354,8 +426,17 @@ def _check_fits(queues: Sequence[DeviceQueue], capacity_bytes: int) -> None:
 class HbmMemory:
     """Extents on one or more devices (`DeviceMemory`), each whole on one of them."""
 
-    def __init__(self, queues: Sequence[DeviceQueue], threads: int) -> None:
+    def __init__(self, queues: Sequence[DeviceQueue], threads: int, *, lends: bool = False) -> None:
         self._queues = tuple(queues)
+        self.lends = lends
+        self.shared: dict[int, Allocation] = {}
+        """Extents as other processes open them."""
+        self._sums: dict[int, dict[int, tuple[int, torch.Tensor | bytes, int]]] = {}
+        """Of each extent by offset: stamp, sum on the device and bytes of what was written last."""
+        self._borrowers: dict[int, set[int]] = {}
+        """Connections that have an extent open, as far as they have not said otherwise."""
+        self._lent: dict[int, Allocation] = {}
+        """Released, cleared, and still open somewhere."""
         self._stagings = tuple(Staging() for _ in range(threads))
         self._copying = ThreadPoolExecutor(threads, "kvstrata-copy")
         self._homes: dict[int, DeviceQueue] = {}
@@ -366,7 +447,7 @@ class HbmMemory:
         refused = []
         for queue in sorted(self._queues, key=self._used_bytes):
             try:
-                tensor = queue.allocate(size_bytes)
+                tensor = self._allocated(queue, extent, size_bytes)
                 queue.start(tensor.zero_)
             except RuntimeError as e:  # Out of memory, mostly: engines share it.
                 refused.append(f"{queue.name}: {e}")
@@ -375,6 +456,12 @@ class HbmMemory:
             return
         raise TierFullError(f"{size_bytes} B of HBM: {'; '.join(refused)}")
 
+    def _allocated(self, queue: DeviceQueue, extent: int, size_bytes: int) -> torch.Tensor:
+        if not self.lends:
+            return queue.allocate(size_bytes)
+        self.shared[extent], self._sums[extent] = queue.allocate_shared(size_bytes), {}
+        return self.shared[extent].memory
+
     def _used_bytes(self, queue: DeviceQueue) -> int:
         there = tuple(self.tensors.items())  # The thread of the copies takes extents away meanwhile.
         return sum(len(tensor) for extent, tensor in there if self._homes.get(extent) is queue)
@@ -382,12 +469,53 @@ class HbmMemory:
     def release(self, extent: int) -> None:
         """Clear and free, so that nobody on the device finds there what was a prompt. See `DeviceMemory`."""
         queue, tensor = self._homes.pop(extent), self.tensors.pop(extent)
+        allocation = self.shared.pop(extent, None)
+        self._sums.pop(extent, None)
+        if allocation is not None and self._borrowers.get(extent):
+            self._lent[extent] = allocation
+        del allocation
         try:
             queue.start(tensor.zero_)()
             del tensor
             queue.trim()
         except RuntimeError as e:
             raise BackendFailedError(f"{queue.name}: extent {extent} was not cleared: {e}") from e
+
+    def lend(self, extent: int, borrower: int) -> None:
+        """Note that a connection may have an extent open from now on."""
+        if extent in self.shared:
+            self._borrowers.setdefault(extent, set()).add(borrower)
+
+    def give_back(self, borrower: int, extents: Sequence[int] | None) -> None:
+        """Note that it has not any more; what was released meanwhile is freed with its last borrower."""
+        for extent in tuple(self._borrowers) if extents is None else extents:
+            borrowers = self._borrowers.get(extent, set())
+            borrowers.discard(borrower)
+            if not borrowers:
+                self._borrowers.pop(extent, None)
+                self._lent.pop(extent, None)
+
+    def filled(self, slot: SlotRef, target: torch.Tensor) -> None:
+        """Keep the sum of a block that is being put into a slot, where that is lent and the block has whole words."""
+        sums = self._sums.get(slot.extent)
+        if sums is not None and len(target) % SUM_BYTES == 0:
+            sums[slot.offset] = slot.stamp, block_sum(target), len(target)
+
+    def sum_of(self, slot: SlotRef) -> bytes:
+        """Sum of what was written last under this use of a slot; empty where there is none."""
+        sums = self._sums.get(slot.extent, {})
+        stamp, total, size_bytes = sums.get(slot.offset, (0, b"", 0))
+        if stamp != slot.stamp:
+            return b""
+        if not isinstance(total, bytes):
+            total = packed(total)
+            sums[slot.offset] = stamp, total, size_bytes
+        return total
+
+    def is_intact(self, slot: SlotRef) -> bool:
+        """Whether a slot still has the sum that is kept of it."""
+        *_, size_bytes = self._sums[slot.extent][slot.offset]
+        return packed(block_sum(self.part(slot, size_bytes)[1])) == self.sum_of(slot)
 
     def part(self, slot: SlotRef, size_bytes: int) -> tuple[DeviceQueue, torch.Tensor]:
         """See `Slots`. Raises `InvalidInputError` for more than the slot holds: a neighbour may lie behind it."""
@@ -434,3 +562,4 @@ class HbmMemory:
         for extent in tuple(self.tensors):
             with suppress(BackendFailedError):  # A driver clears what a process leaves.
                 self.release(extent)
+        self._lent.clear()

@@ -20,6 +20,7 @@ from kvstrata_api.errors import (
     UnsupportedError,
 )
 from kvstrata_api.units import MIB
+from kvstrata_native.devices import block_sum, open_host, packed
 from support.backends import contract as backend_contract
 from support.backends.contract import ANNA, BLOCK_BYTES, content, record
 from support.backends.late_device import LateQueue
@@ -226,3 +227,56 @@ async def test_a_device_that_fails_at_clearing_says_so_and_the_tier_still_ends()
 
     assert tier.memory.tensors == {}
     assert queue.trims == 0
+
+
+async def test_a_lent_block_has_a_sum_of_what_the_device_was_given_until_its_slot_is_dropped() -> None:
+    tier = HbmTier([LateQueue()], 4 * MIB, threads=1, lends=True)
+    writings = writings_of(slots_of(tier))
+    await tier.write_group(writings)
+
+    for writing in writings:
+        wanted = packed(block_sum(torch.frombuffer(bytearray(writing.stored), dtype=torch.uint8)))
+        assert tier.sum_of(writing.slot) == wanted
+        assert tier.is_intact(writing.slot)
+    first = writings[0].slot
+    tier.memory.tensors[first.extent][first.offset] ^= 1
+    assert not tier.is_intact(first)
+    tier.drop(first)
+    assert tier.sum_of(first) == b""
+    (again,) = [s for s in slots_of(tier, 1) if (s.extent, s.offset) == (first.extent, first.offset)]
+    assert tier.sum_of(again) == b""
+    await tier.close()
+
+
+async def test_a_tier_that_does_not_lend_makes_no_sums_and_has_nothing_to_lend() -> None:
+    tier = HbmTier([LateQueue()], 4 * MIB, threads=1)
+    writings = writings_of(slots_of(tier, 1))
+    await tier.write_group(writings)
+
+    assert tier.lending is None
+    assert tier.sum_of(writings[0].slot) == b""
+    await tier.close()
+
+
+async def test_lent_memory_is_cleared_at_its_release_and_kept_for_the_last_borrower() -> None:
+    tier = HbmTier([HostQueue()], MIB, threads=1, lends=True)
+    (writing,) = writings_of(slots_of(tier, 1))
+    await tier.write_group([writing])
+    extent = writing.slot.extent
+    handle, fd = tier.lend(extent, 1)
+    tier.lend(extent, 2)
+    assert handle == b""
+    opened = open_host(fd, tier.extent_bytes(extent))
+    assert bytes(opened.memory[:BLOCK_BYTES].numpy()) == content(0)
+
+    tier.drop(writing.slot)
+    await tier.resize(0)
+    tier.give_back(1, [extent])
+    await tier.write_group([])  # Behind all that the thread of the tier had to do.
+
+    assert not opened.memory.any()
+    assert set(tier.memory._lent) == {extent}
+    tier.give_back(2)
+    await tier.write_group([])
+    assert tier.memory._lent == {}
+    await tier.close()
