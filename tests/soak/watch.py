@@ -16,8 +16,8 @@ from demo.errors import DemoError
 from demo.world import NODES, World
 from kvstrata_api.units import MIB
 
-REST_S: Final = 90.0
-"""Until everything is again as it was before a fault: a fenced agent, a lost directory and a new Lease included."""
+REST_S: Final = 180.0
+"""Until everything is again as it was before a fault: a fenced agent, a lost directory, a busy machine included."""
 LOOK_S: Final = 0.5
 GROWTH_SAMPLES_MIN: Final = 6
 """A process that did not live for so many rounds says nothing of growth."""
