@@ -18,7 +18,11 @@ from proof.steps import ROOT, SOAK_MINUTES, Step, steps
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, list or report."""
     given = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # A shell's background job would ignore the first, and so its commands.
+        signal.signal(signum, signal.default_int_handler)
     try:
         chosen = choose(steps(given.minutes), given.only)
         commit = head()

@@ -5,6 +5,7 @@ Exit 1 when something was wrong. The seed decides which faults come when; how th
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of the faults and the sessions; default: %(default)s")
     given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Mounts and routes are taken back, then it ends.
     began_s = time.monotonic()
 
     def say(text: str) -> None:
