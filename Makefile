@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants soak test-gpu hardware test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants soak proof test-gpu hardware test-guest test-node \
   images image-pins test-images bench docs requirements generate screenshots sbom licences release clean
 
 help: ## Show this list
@@ -88,8 +88,11 @@ adversity: setup ## Lie to the operator and kill it at every API call, shortened
 mutants: setup ## Seeded defects that the suite must catch (ONLY=I6 some, JOBS=2 two at a time, SHARD=1/4 a part)
 	@$(BIN)/python -m checks.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS)) $(if $(SHARD),--shard $(SHARD))
 
-soak: setup ## Every invariant at the full counts of the table; hours; the log goes to docs/evidence/
-	@hack/soak.sh
+soak: tools ## The whole under load and random faults (MINUTES=120, SEED=n): outputs, bounds of time, growth, conditions, metrics
+	@PYTHONPATH=tests $(BIN)/python -m soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+proof: tools ## Every full count on this commit, in steps that can be stopped and taken up again (ARGS="--list", "--hours 8", "--report")
+	@$(BIN)/python -m proof $(ARGS)
 
 test-gpu: setup ## Tests that need a CUDA device
 	@KVSTRATA_TEST_DEVICE=cuda $(PYTEST) -q tests/gpu $(ON_DEVICE)

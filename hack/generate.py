@@ -14,6 +14,7 @@ GENERATORS: Final = (
     ("metric docs", ("-m", "kvstrata_telemetry.generated")),
     ("wire protocol", ("hack/protocol.py",)),
     ("reference", ("hack/reference.py",)),
+    ("figures", ("-m", "bench.figures")),
     ("chart", ("hack/sync_chart.py",)),  # Last: it copies what the others make.
 )
 

@@ -17,6 +17,8 @@ from kvstrata_api.names import SYSTEM_NAMESPACE
 
 _KUBECTL_S: Final = 120.0
 _LIFE: Final = "2h"  # Of tokens; the demo takes less than a minute, KEEP=1 an afternoon.
+_EMBEDDED_LIFE_S: Final = 24 * 3600
+"""The same in a cluster of our own, where a soak takes hours and nobody projects new tokens."""
 
 
 class Cluster(Protocol):
@@ -70,11 +72,11 @@ class EmbeddedCluster:
 
     def token(self, namespace: str, account: str, audience: str) -> str:
         """Issue a token."""
-        return self._plane.service_account_token(namespace, account, audience)
+        return self._plane.service_account_token(namespace, account, audience, expiration_s=_EMBEDDED_LIFE_S)
 
     def process_kubeconfig(self, account: str, path: Path) -> Path:
         """Write the kubeconfig of a process."""
-        return self._plane.service_account_kubeconfig(SYSTEM_NAMESPACE, account, path)
+        return self._plane.service_account_kubeconfig(SYSTEM_NAMESPACE, account, path, expiration_s=_EMBEDDED_LIFE_S)
 
     def add_nodes(self, names: Sequence[str], labels: dict[str, str]) -> None:
         """Add Node objects without a machine behind them, closed for pods."""

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,14 +20,24 @@ class NodeRunner:
     """Runs the agents of one pool on nodes that have no kubelet."""
 
     def __init__(
-        self, cluster: Cluster, processes: Supervised, pool: str, nodes: Sequence[str], kubeconfig: Path
+        self,
+        cluster: Cluster,
+        processes: Supervised,
+        pool: str,
+        nodes: Sequence[str],
+        kubeconfig: Path,
+        peer_hosts: Mapping[str, str],
     ) -> None:
-        """Prepare to run agents on `nodes` under the identity of `kubeconfig`; `start` begins."""
+        """Prepare to run agents on `nodes` under the identity of `kubeconfig`; `start` begins.
+
+        Others reach the agent of a node at 127.0.0.1, or at the address of `peer_hosts`.
+        """
         self._cluster = cluster
         self._processes = processes
         self._pool = pool
         self._nodes = frozenset(nodes)
         self._kubeconfig = kubeconfig
+        self._peer_hosts = peer_hosts
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-runner", daemon=True)
         self._failure: DemoError | None = None
@@ -99,5 +109,5 @@ class NodeRunner:
             "--kubeconfig",
             str(self._kubeconfig),
         ]
-        arguments += ["--metrics-port", "0", "--peer-address", "127.0.0.1:0"]
+        arguments += ["--metrics-port", "0", "--peer-address", f"{self._peer_hosts.get(node, '127.0.0.1')}:0"]
         self._processes.start(self.name(node), "kvstrata-agent", arguments)

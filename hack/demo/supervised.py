@@ -87,6 +87,11 @@ class Supervised:
         found = self._calls.status().get(name)
         return found is not None and found.state != "exited"
 
+    def pid(self, name: str) -> int | None:
+        """Of a process that runs; None for one that has ended or was never started."""
+        found = self._calls.status().get(name)
+        return found.pid if found is not None and found.state != "exited" else None
+
     def was_started(self, name: str) -> bool:
         """Whether a process of this name was ever started."""
         return name in self._ready

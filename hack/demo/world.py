@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -39,15 +39,23 @@ class World:
     """One demo's cluster, processes and files. Leaving it as a context manager removes all of them."""
 
     def __init__(
-        self, say: Say, *, is_current_cluster: bool, options: Sequence[str] = (), name: str = "kvstrata"
+        self,
+        say: Say,
+        *,
+        is_current_cluster: bool,
+        options: Sequence[str] = (),
+        name: str = "kvstrata",
+        peer_hosts: Mapping[str, str] | None = None,
     ) -> None:
         """Start the cluster; `say` is told of each step. Raises `DemoError`; nothing is left behind then.
 
-        All of our processes are given `options`. Its folder is called after `name`.
+        All of our processes are given `options`. Its folder is called after `name`. Agents reach each other at
+        127.0.0.1 but for the nodes that `peer_hosts` has another loopback address for.
         """
         self._say = say
         self._is_current_cluster = is_current_cluster
         self._is_kept = False
+        self._peer_hosts = peer_hosts or {}
         self.root = _state_dir(name)
         self.processes = Supervised(self.root, options)
         self.cluster: Cluster
@@ -107,7 +115,7 @@ class World:
     def run_agents(self, pool: str, nodes: Sequence[str]) -> None:
         """Run the agents of a declared pool and wait until it is ready. Raises `DemoError`."""
         agent = self.cluster.process_kubeconfig("kvstrata-agent", self.root / f"agent.{pool}.kubeconfig")
-        runner = self._runners[pool] = NodeRunner(self.cluster, self.processes, pool, nodes, agent)
+        runner = self._runners[pool] = NodeRunner(self.cluster, self.processes, pool, nodes, agent, self._peer_hosts)
         runner.start()
         runner.wait_agents(START_S)
         self._say(f"{len(nodes)} agents of pool {pool} serve, one for each KVPoolNode")

@@ -1,4 +1,4 @@
-"""Every invariant, shortened: seconds each. `make soak` runs the counts of the table."""
+"""Every invariant, shortened: seconds each. `make proof` runs the counts of the table."""
 
 import os
 from collections.abc import Iterator

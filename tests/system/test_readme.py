@@ -68,6 +68,10 @@ ROWS = {
         at("unit/hack/test_mutants.py", "test_a_run_tells_what_is_caught_what_is_missed_and_what_does_not_apply"),
         recipe="-m checks.mutants",
     ),
+    "make soak": Row(at("system/test_soak.py", "test_nothing_is_wrong_under_load_and_faults"), recipe="-m soak"),
+    "make proof": Row(
+        at("unit/hack/test_proof.py", "test_what_has_ended_is_kept_and_does_not_run_again"), recipe="-m proof"
+    ),
     "make test-node": Row(
         at("node/test_quickstart.py", "test_from_nothing_to_a_pool_that_is_ready"), recipe="-q tests/node"
     ),

@@ -1,0 +1,179 @@
+"""README's figures: tables of what benchmarks wrote into `bench/results`, rounded, with commit and machine of each.
+
+`--write` puts them into README.md, `--check` fails where they differ; both are part of hack/generate.py. A benchmark
+without a kept result has no table, so no figure stands there that no file has.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+README: Final = ROOT / "README.md"
+RESULTS: Final = ROOT / "bench/results"
+BEGIN: Final = "<!-- made by bench/figures.py: do not edit -->"
+END: Final = "<!-- end of what is made -->"
+ABSENT: Final = "-"
+"""A peer that could not be had in that run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One figure of a result."""
+
+    key: str
+    scale: float = 1.0
+    """From the unit of the file to that of the column."""
+    digits: int = 2
+
+    def text(self, result: Mapping[str, Any]) -> str:
+        """The figure as it is written. Raises `KeyError` for one that the file has not."""
+        found = {**result["ratios"], **result["values"]}[self.key]
+        return ABSENT if found is None else f"{found * self.scale:,.{self.digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Figures of one benchmark."""
+
+    bench: str
+    about: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+def _rate(work: str) -> tuple[Cell, ...]:
+    peers = ("memcpy", "lmcache", "mooncake", "redis")
+    return (Cell(f"{work}_bytes_per_s", 1e-9, 1), *(Cell(f"{work}_vs_{peer}") for peer in peers))
+
+
+def _mb(key: str) -> Cell:
+    return Cell(f"{key}_bytes_per_second", 1e-6, 0)
+
+
+def _ms(*keys: str) -> tuple[Cell, ...]:
+    return tuple(Cell(f"{key}_s", 1e3, 0) for key in keys)
+
+
+TABLES: Final = (
+    Table(
+        "local",
+        "Data path of one node, every load verified; GB/s, and how many times that of others (medians of pairs)",
+        ("", "GB/s", "memcpy", "LMCache LocalCPU", "Mooncake", "Redis values"),
+        tuple(
+            (f"{work} {size}", _rate(f"{work}_{size.replace(' ', '')}"))
+            for size in ("256 KiB", "2 MiB", "16 MiB")
+            for work in ("put", "get")
+        ),
+    ),
+    Table(
+        "first_token",
+        "Time to first token on a GPU, Llama 3.1 8B's shape in transformers, the prefix in the agent's host memory",
+        ("ms", "computed", "from kvstrata", "one pinned copy of the KV"),
+        tuple(
+            (f"behind {n:,} tokens", _ms(f"{n}_computed", f"{n}_whole", f"{n}_limit")) for n in (4_096, 16_384, 32_768)
+        ),
+    ),
+    Table(
+        "weights",
+        "Weights of a model, staged (verified, synced) and read by a second pod",
+        ("MB/s", "kvstrata", "compared with"),
+        (
+            ("staged from behind an emulated link; the source alone", (_mb("first_pod_link"), _mb("source_link"))),
+            (
+                "staged from S3 on the same cores; pulled and synced, not verified",
+                (_mb("first_pod_s3"), _mb("pull_s3")),
+            ),
+            ("staged from memory; copied and synced, not verified", (_mb("first_pod_file"), _mb("pull_file"))),
+            ("read by a second pod; fio", (_mb("second_pod_read"), _mb("fio"))),
+            ("mapped by a second pod; safetensors' own load", (_mb("second_pod_mmap"), _mb("safetensors"))),
+        ),
+    ),
+    Table(
+        "offload",
+        "What a block's work costs more through the offload interface",
+        ("%", "2 MiB", "512 KiB"),
+        (("reference, of the kernels alone", (Cell("reference_cost", 100, 1), Cell("reference_cost_512Ki", 100, 1))),),
+    ),
+)
+
+
+def block(results: Path = RESULTS) -> str:
+    """Every table that has a result, between the two marks."""
+    parts = [BEGIN]
+    for table in TABLES:
+        path = results / f"{table.bench}.json"
+        if path.exists():
+            parts += ["", *_lines(table, json.loads(path.read_text()), path.name)]
+    return "\n".join([*parts, "", END])
+
+
+def _lines(table: Table, result: Mapping[str, Any], name: str) -> list[str]:
+    found = result["machine"]
+    where = f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, load {found['load_1min']}"
+    rest = "---|" + "--:|" * (len(table.columns) - 1)
+    return [
+        f"{table.about} ({result['taken'][:10]}, {where}, [{result['commit']}](bench/results/{name})):",
+        "",
+        f"| {' | '.join(table.columns)} |",
+        f"|{rest}",
+        *(f"| {label} | {' | '.join(cell.text(result) for cell in cells)} |" for label, cells in table.rows),
+    ]
+
+
+def replaced(text: str, made: str) -> str:
+    """`text` with what stands between the marks, marks included, as `made`."""
+    return text[: text.index(BEGIN)] + made + text[text.index(END) + len(END) :]
+
+
+def save(line: str, commit: str, results: Path = RESULTS) -> Path:
+    """Keep the last line of a benchmark that ran on a commit just now. Raises `ValueError` for a short run."""
+    result = json.loads(line)
+    if result["quick"]:
+        raise ValueError(f"{result['bench']}: figures of a quick run are not kept")
+    path = results / f"{result['bench']}.json"
+    kept = {"taken": f"{datetime.now(UTC):%FT%TZ}", "commit": commit, **result}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    return path
+
+
+def clean_commit() -> str:
+    """The commit that this checkout is. Raises `ValueError` when it is none; kept results do not count as a change."""
+    changed = [line[3:] for line in _git("status", "--porcelain").splitlines()]
+    foreign = [path for path in changed if not path.startswith("bench/results/")]
+    if foreign:
+        raise ValueError(
+            f"--save: {foreign[0]} and {len(foreign) - 1} more are not committed, so no commit has this code"
+        )
+    return _git("rev-parse", "--short=10", "HEAD").strip()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check README.md."""
+    parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--check", action="store_true", help="fail where README.md differs")
+    mode.add_argument("--write", action="store_true", help="bring README.md up to date")
+    given = parser.parse_args(argv)
+    before = README.read_text()
+    after = replaced(before, block())
+    if given.write:
+        README.write_text(after)
+    elif after != before:
+        sys.stderr.write("README.md: figures differ from bench/results\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
