@@ -60,6 +60,8 @@ _LCS_HEADER_BYTES: Final = 8192
 """Magic, version (u64) and statistics, of which the second is the count of records (i64)."""
 _LCS_RECORD_BYTES: Final = (24, 28, 36, 40, 44, 52, 68, 100)
 """By version, from 1: later ones add operation, tenant, time to live and features (libCacheSim's lcs.h)."""
+_NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec (0.22) raises: bad UTF-8 is no `DecodeError` to it, and neither is what is nested too deeply."""
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _TAR_MAGIC_AT: Final = 257
@@ -227,10 +229,10 @@ def _json_format(file: _File) -> _Format | None:
     line = file.data.lstrip().split(b"\n", 1)[0]
     try:
         first = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except _NO_JSON:
         try:
             first = msgspec.json.decode(file.data)
-        except msgspec.DecodeError:
+        except _NO_JSON:
             return None
     return _FORMATS.get(_json_name(first))
 
@@ -264,13 +266,13 @@ def _rows(file: _File) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = file.data.splitlines()
     try:
         msgspec.json.decode(next((line for line in lines if line.strip()), b""))
-    except msgspec.DecodeError:
+    except _NO_JSON:
         lines = [file.data]
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 row = msgspec.json.decode(line)
-            except msgspec.DecodeError as e:
+            except _NO_JSON as e:
                 raise TraceError(f"{file.name}: line {number}: {e}") from e
             if not isinstance(row, dict):
                 raise TraceError(f"{file.name}: line {number}: an object is wanted, not {line[:40]!r}")
@@ -387,7 +389,7 @@ def _thoughts(file: _File) -> Iterator[Request]:
     """Each candidate continues a chain of thoughts; one that is chosen is continued by the next step."""
     try:
         problems = json.loads(file.data)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise TraceError(f"{file.name}: {e}") from e
     for number, problem in enumerate(problems):
         session = f"{file.name}:{number}"
@@ -438,7 +440,10 @@ def _burst(file: _File) -> Lengths:
 
 
 def _csv_lengths(file: _File, at: str, asked: str, answered: str) -> Lengths:
-    rows = csv.DictReader(io.StringIO(file.data.decode("utf-8-sig")))
+    try:
+        rows = csv.DictReader(io.StringIO(file.data.decode("utf-8-sig")))
+    except UnicodeDecodeError as e:
+        raise TraceError(f"{file.name}: no CSV: {e}") from e
     totals, times = [0, 0], []
     for number, row in enumerate(rows, 2):
         fields = {(k or "").strip().lower(): v for k, v in row.items()}
