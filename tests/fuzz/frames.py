@@ -24,7 +24,15 @@ _REPLIES: Final = tuple(
     for reply in (
         wire.Welcome(1, 2, 1, "p.n", "n", 7),
         wire.Granted(
-            2, 2, "a", (wire.ScopeGrant(OWN, "tenant", "a", b"s" * 32, can_write=True),), OWN, 4096, 4096, 60.0, ("Drop",)
+            2,
+            2,
+            "a",
+            (wire.ScopeGrant(OWN, "tenant", "a", b"s" * 32, can_write=True),),
+            OWN,
+            4096,
+            4096,
+            60.0,
+            ("Drop",),
         ),
         wire.Done(3, 2, 4, "accepted"),
         wire.Found(4, 2, b"\1\0", 1, b"\0", ("dram", "nvme")),
@@ -51,7 +59,9 @@ _ANSWERS: Final = tuple(
     for answer in (
         peer.Welcome(1, 1, "p.n", 7),
         peer.Described(2, 3, b"nixl"),
-        peer.Lending(3, 3, (peer.Loan(1, 64, 4096, 5, 7, b"", _SUM), peer.Loan(2, 0, 4096, 5, 7, KEYS[:20], _SUM, _PLACE))),
+        peer.Lending(
+            3, 3, (peer.Loan(1, 64, 4096, 5, 7, b"", _SUM), peer.Loan(2, 0, 4096, 5, 7, KEYS[:20], _SUM, _PLACE))
+        ),
         peer.Chunk(4, 1, 0, 4096),
         peer.Followed(5, 2, (_SUM,), (b"",), (4,), (b"",)),
         peer.Traced(6, _ID, 4096, KEYS, b""),

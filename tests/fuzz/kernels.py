@@ -58,7 +58,10 @@ def _run(kernels: Any, data: bytes) -> tuple[Any, ...]:
         ),
         lambda: kernels.pack(out(packing.codes_bytes(count)), out(packing.scales_bytes(count)), given, packing),
         lambda: kernels.unpack(
-            out(2 * columns * count), given[: packing.codes_bytes(count)], given[-packing.scales_bytes(count) :], packing
+            out(2 * columns * count),
+            given[: packing.codes_bytes(count)],
+            given[-packing.scales_bytes(count) :],
+            packing,
         ),
         lambda: kernels.xxh3_128(given, seed),
         lambda: kernels.copy_digest(out(len(given)), given, seed),

@@ -174,7 +174,9 @@ def _check_index(whole: bytes) -> bool:
     if body is None:
         return False
     for one in body.listed:
-        expect(len(one.entries) == one.name.slots * index_format.ENTRY_BYTES, "entries are there, all of them", one.name)
+        expect(
+            len(one.entries) == one.name.slots * index_format.ENTRY_BYTES, "entries are there, all of them", one.name
+        )
         columns = index_format.unpack_entries(one, body.kinds)
         expect(len(columns.records) <= one.name.slots, "no more records than slots", one.name)
     return True
@@ -344,7 +346,9 @@ def _journals() -> list[bytes]:
     value = session_journal.Remembered("idle", "standard", b"", 2, 0, 0.0, ((str(_SCOPE), b"d" * 20),))
     return [
         session_journal.MAGIC
-        + b"".join(_entry(msgspec.msgpack.encode((digest, one))) for digest, one in ((b"1" * 20, value), (b"2" * 20, None)))
+        + b"".join(
+            _entry(msgspec.msgpack.encode((digest, one))) for digest, one in ((b"1" * 20, value), (b"2" * 20, None))
+        )
     ]
 
 
@@ -374,7 +378,10 @@ def _check_journal(content: bytes) -> bool:
 
 def _listings() -> list[bytes]:
     file = listing.ModelFile("a/model.safetensors", 10, "0" * 64, (listing.Chunk(10, "1" * 32),))
-    return [listing.listing_of((file,)).encode(), listing.listing_of((file, msgspec.structs.replace(file, path="b"))).encode()]
+    return [
+        listing.listing_of((file,)).encode(),
+        listing.listing_of((file, msgspec.structs.replace(file, path="b"))).encode(),
+    ]
 
 
 def _check_listing(document: bytes) -> bool:
@@ -459,7 +466,9 @@ def _decodes(codec: str) -> Callable[[bytes], bool]:
                 found.append(None)
             else:
                 found.append(bytes(room[32:-32]))
-            expect(room[:32] == fill * 32 and room[-32:] == fill * 32, "nothing is written outside of the block", stored)
+            expect(
+                room[:32] == fill * 32 and room[-32:] == fill * 32, "nothing is written outside of the block", stored
+            )
         expect(found[0] == found[1], "what is decoded follows from the bytes alone", stored)
         return found[0] is not None
 
@@ -474,7 +483,7 @@ def _block_repaired(head: bytes) -> Callable[[bytes], bytes]:
         width_at = 2 if len(head) == 16 else 1
         width = made[width_at]
         made[: len(head)] = head
-        made[width_at] = 3 + width % 5
+        made[width_at] = width if 3 <= width <= 7 else 3 + width % 5
         return bytes(made)
 
     return repaired
@@ -493,7 +502,9 @@ TARGETS: Final = (
     Target("index-bodies", "index files of record stores", _indexes, _check_index, _index_repaired),
     Target("index-maps", "map pages of index files", _maps, _check_map, _map_repaired),
     Target("ledgers", "ledgers of memory that survives a restart", _ledgers, _check_ledger, _ledger_repaired),
-    Target("pooled-heads", "superblock and lines of memory that hosts share", _pooled_heads, _check_pooled, tokens=_JSON),
+    Target(
+        "pooled-heads", "superblock and lines of memory that hosts share", _pooled_heads, _check_pooled, tokens=_JSON
+    ),
     Target("store-claims", "claim files of stores", _claims, _check_claim, tokens=_JSON),
     Target("object-markers", "markers of object stores", _claims, _check_marker, tokens=_JSON),
     Target("session-journals", "journals of sessions", _journals, _check_journal, _journal_repaired),
@@ -502,7 +513,11 @@ TARGETS: Final = (
         "safetensors", "headers of safetensors files", _safetensors, _check_safetensors, _safetensors_repaired, _JSON
     ),
     Target(
-        "blocks-packed", "exactly compressed blocks", _blocks("packed"), _decodes("packed"), _block_repaired(_PACKED_HEAD)
+        "blocks-packed",
+        "exactly compressed blocks",
+        _blocks("packed"),
+        _decodes("packed"),
+        _block_repaired(_PACKED_HEAD),
     ),
     Target(
         "blocks-mixed", "blocks compressed with loss", _blocks("mixed"), _decodes("mixed"), _block_repaired(_MIXED_HEAD)

@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from fuzz.target import Target
@@ -74,3 +75,9 @@ def target(name: str) -> Target:
     """Import a target's part. Raises `KeyError`."""
     found: tuple[Target, ...] = importlib.import_module(f"fuzz.{part_of(name).module}").TARGETS
     return next(one for one in found if one.name == name)
+
+
+def write_seeds(name: str, folder: str) -> None:
+    """Write what the product's own encoders make, for a session to begin with."""
+    for number, seed in enumerate(target(name).seeds()):
+        (Path(folder) / f"seed-{number:02}").write_bytes(seed)

@@ -7,10 +7,13 @@ the kernel, time by libFuzzer's `-timeout`.
 import random
 import resource
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Final
 
 import atheris
+from atheris.import_hook import AtherisMetaPathFinder
 
 from fuzz import registry
 
@@ -18,10 +21,29 @@ MEMORY_BYTES: Final = 2 << 30
 """Of data, twice what a session has after an hour: one allocation by a length that an input states goes over it."""
 
 
+class _Finder(AtherisMetaPathFinder):  # type: ignore[misc]  Atheris has no types.
+    """Instruments some modules and packages; Atheris' own takes whole distributions, which need a minute to load."""
+
+    def __init__(self, tries: Sequence[str]) -> None:
+        super().__init__(
+            {name.split(".")[0] for name in tries}, set(), enable_loader_override=False, trace_dataflow=True
+        )
+        self._tries = tries
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if not any(fullname == name or fullname.startswith(f"{name}.") for name in self._tries):
+            return None
+        found: ModuleSpec | None = super().find_spec(fullname, path, target)
+        return found
+
+
 def main(name: str, arguments: list[str]) -> None:
     """Fuzz until libFuzzer has enough, which ends the process."""
-    with atheris.instrument_imports(include=list(registry.part_of(name).tries), enable_loader_override=False):
-        target = registry.target(name)
+    sys.meta_path.insert(0, _Finder(registry.part_of(name).tries))
+    target = registry.target(name)
 
     def mutated(data: bytes, bytes_max: int, seed: int) -> bytes:
         """Of two inputs one is libFuzzer's, which compares and remembers; the other one is the target's."""
@@ -36,13 +58,6 @@ def main(name: str, arguments: list[str]) -> None:
     options = [f"-max_len={target.bytes_max}", "-timeout=20", "-rss_limit_mb=0", "-print_final_stats=1", *arguments]
     atheris.Setup([sys.argv[0], *options], check, custom_mutator=mutated)
     atheris.Fuzz()
-
-
-def write_seeds(name: str, folder: Path) -> None:
-    """Write what the product's own encoders make, for a session to begin with."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(registry.target(name).seeds()):
-        (folder / f"seed-{number:02}").write_bytes(seed)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,22 @@ import msgspec
 
 BYTES_MAX: Final = 4096
 """Of an input, unless a target needs more: short inputs are tried more often."""
-TEXT_BYTES: Final = (b"\n", b"{", b"}", b"[", b"]", b":", b",", b'"', b"-1", b"0", b"1e309", b"null", b"\xff", b"\xed\xa0\x80")
+TEXT_BYTES: Final = (
+    b"\n",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b":",
+    b",",
+    b'"',
+    b"-1",
+    b"0",
+    b"1e309",
+    b"null",
+    b"\xff",
+    b"\xed\xa0\x80",
+)
 """What texts are made of, and bytes that are none."""
 _ODD: Final = (0, 1, -1, 127, 128, 255, 256, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1)
 _ODD_VALUES: Final[tuple[Any, ...]] = (

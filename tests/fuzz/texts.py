@@ -32,7 +32,11 @@ def _events() -> list[bytes]:
     }  # fmt: skip
     array = ["BlockStored", [1, 2], None, list(range(32)), 16, None, "GPU"]
     removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"}
-    batches = ([1.0, [stored, removed], 0], [2.0, [array, ["AllBlocksCleared"], ["BlockRemoved", [b"h" * 8]]]], [3.0, []])
+    batches = (
+        [1.0, [stored, removed], 0],
+        [2.0, [array, ["AllBlocksCleared"], ["BlockRemoved", [b"h" * 8]]]],
+        [3.0, []],
+    )
     return [b"\0\0\0\0" + msgspec.msgpack.encode(batch) for batch in batches]
 
 
@@ -52,7 +56,11 @@ def _check_events(frame: bytes) -> bool:
         expect(len(one.session) <= 128, "names are those that agents take", one.session)
         expect(all(0 <= page < 1 << 64 for page in one.pages), "pages have 64 bits", one.pages)
         book.learn(one, 0.0)
-    expect(len(book._pages) <= 64 + max((len(one.pages) for one in learned), default=0), "the book is bounded", len(book._pages))
+    expect(
+        len(book._pages) <= 64 + max((len(one.pages) for one in learned), default=0),
+        "the book is bounded",
+        len(book._pages),
+    )
     book.take(1.0)
     return True
 
@@ -67,7 +75,11 @@ def _hints() -> list[bytes]:
                 "params": {},
                 "actions": [
                     {"action_type": kind, "action_version": "1", "payload": payload}
-                    for kind, payload in (("retain", {"for_s": 1}), ("share", {}), ("session_complete", {"archive": False}))
+                    for kind, payload in (
+                        ("retain", {"for_s": 1}),
+                        ("share", {}),
+                        ("session_complete", {"archive": False}),
+                    )
                 ],
             }
         ),
@@ -220,14 +232,41 @@ def _check_keys(document: bytes) -> bool:
     return taken or data_key is not None or expires_s > 0
 
 
-_TEXT: Final = (*TEXT_BYTES, b"[" * 1200, b"9" * 4400, b'"hash_ids":', b'"timestamp":', b'"requests":', b"1e400", b"NaN")
+_TEXT: Final = (
+    *TEXT_BYTES,
+    b"[" * 1200,
+    b"9" * 4400,
+    b'"hash_ids":',
+    b'"timestamp":',
+    b'"requests":',
+    b"1e400",
+    b"NaN",
+)
 _TOKEN: Final = b"e30." + base64.urlsafe_b64encode(b"[" * 1200) + b".s"
 
 TARGETS: Final = (
     Target("kv-events", "KV events of vLLM and SGLang", _events, _check_events, is_msgpack=True),
     Target("kv-hints", "hints of requests", _hints, _check_hints, tokens=(*_TEXT, b'"actions":[')),
     Target("traces", "recorded workloads", _traces, _check_traces, tokens=_TEXT, bytes_max=16_384),
-    Target("hardware", "files of hardware and prices", _hardwares, _check_hardware, tokens=(*_TEXT, b"&a ", b"*a", b"!!int ")),
-    Target("metrics", "metrics of a live fleet", _samples, _check_samples, tokens=(b'{a="b"}', b"# TYPE ", b"# HELP ", b"NaN")),
-    Target("keys", "KEK files, wrapped keys, tokens, quantities", _keys, _check_keys, tokens=(*_TEXT, _TOKEN, b"k1:", b"Gi")),
+    Target(
+        "hardware",
+        "files of hardware and prices",
+        _hardwares,
+        _check_hardware,
+        tokens=(*_TEXT, b"&a ", b"*a", b"!!int "),
+    ),
+    Target(
+        "metrics",
+        "metrics of a live fleet",
+        _samples,
+        _check_samples,
+        tokens=(b'{a="b"}', b"# TYPE ", b"# HELP ", b"NaN"),
+    ),
+    Target(
+        "keys",
+        "KEK files, wrapped keys, tokens, quantities",
+        _keys,
+        _check_keys,
+        tokens=(*_TEXT, _TOKEN, b"k1:", b"Gi"),
+    ),
 )
