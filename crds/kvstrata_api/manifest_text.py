@@ -18,6 +18,9 @@ DEPTH_MAX: Final = 100
 ALIASED_MAX: Final = 100_000
 """Nodes that aliases may stand for, in one document: nine lines of them can stand for a billion."""
 _TIMESTAMP: Final = "tag:yaml.org,2002:timestamp"
+_TEXT: Final = "tag:yaml.org,2002:str"
+_TEXTS: Final = frozenset({_TEXT, "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"})
+"""Tags of keys that PyYAML reads as they are written."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,19 +37,20 @@ class _Loader(yaml.SafeLoader):
             ) from e
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
-        """See PyYAML. Keys become texts as they do for kubectl, which has JSON made of them."""
-        made = super().construct_mapping(node, deep=deep)  # type: ignore[no-untyped-call]
-        if all(type(key) is str for key in made):
-            return made  # type: ignore[no-any-return]
-        return {_text_of(key, node): value for key, value in made.items()}
+        """See PyYAML. Keys become texts first, as they do for kubectl, which has JSON made of them."""
+        node.value = [(self._text_key(key), value) for key, value in node.value]
+        made: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)  # type: ignore[no-untyped-call]
+        return made
 
-
-def _text_of(key: Any, node: yaml.Node) -> str:
-    if isinstance(key, bool):
-        return str(key).lower()
-    if isinstance(key, str | int | float):
-        return str(key)
-    raise yaml.constructor.ConstructorError(None, None, f"key {key!r:.40}: a text wanted", node.start_mark)
+    def _text_key(self, key: yaml.Node) -> yaml.Node:
+        """Raise `ConstructorError` for what becomes no key of JSON."""
+        if not isinstance(key, yaml.ScalarNode) or key.tag in _TEXTS:
+            return key  # PyYAML refuses lists and mappings by itself.
+        value = self.construct_object(key)
+        if not isinstance(value, str | int | float):
+            raise yaml.constructor.ConstructorError(None, None, f"key {value!r:.40}: a text wanted", key.start_mark)
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return yaml.ScalarNode(_TEXT, text, key.start_mark, key.end_mark)
 
 
 _Loader.yaml_implicit_resolvers = {

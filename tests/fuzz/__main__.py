@@ -148,10 +148,10 @@ def _fuzz(name: str, seconds: float, runs: int, jobs: int, ledger: Ledger) -> bo
     _follow(name, processes, ledger)
     found = sorted({path.name for path in defects.iterdir()} - known)
     for file in found:
-        print(f"{name}: python -m fuzz --target {name} --replay {(defects / file).relative_to(ROOT)}")
+        _say(f"{name}: python -m fuzz --target {name} --replay {(defects / file).relative_to(ROOT)}")
     ended_badly = [p for p in processes if p.running.returncode]
     for process in ended_badly:
-        print(f"{name}: status {process.running.returncode}, see {process.log.relative_to(ROOT)}")
+        _say(f"{name}: status {process.running.returncode}, see {process.log.relative_to(ROOT)}")
     return not found and not ended_badly
 
 
@@ -179,13 +179,17 @@ def _follow(name: str, processes: Sequence[Process], ledger: Ledger) -> None:
         _tell(name, processes, time.monotonic() - began_s, ledger)
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _tell(name: str, processes: Sequence[Process], seconds: float, ledger: Ledger) -> None:
     done = sum(p.executions for p in processes)
     coverage = max(p.coverage for p in processes)
-    print(
+    _say(
         f"{name}: {done:,} executions in {seconds:.0f} s ({done / max(seconds, 0.1):,.0f}/s), {coverage} edges, "
         f"{max(p.corpus for p in processes)} inputs; {ledger.total(name):,} in all",
-        flush=True,
     )
 
 
@@ -204,8 +208,8 @@ def _list(ledger: Ledger, names: Sequence[str]) -> None:
     for name in names:
         latest = list(ledger.counts.get(name, {}).values())
         edges = max((entry["coverage"] for entry in latest), default=0)
-        print(f"{name:18} {ledger.total(name):>14,} executions {edges:>6} edges  {registry.target(name).what}")
-    print(f"{'all':18} {sum(map(ledger.total, names)):>14,} executions")
+        _say(f"{name:18} {ledger.total(name):>14,} executions {edges:>6} edges  {registry.target(name).what}")
+    _say(f"{'all':18} {sum(map(ledger.total, names)):>14,} executions")
 
 
 def _replay(names: Sequence[str], path: Path) -> int:
@@ -213,7 +217,7 @@ def _replay(names: Sequence[str], path: Path) -> int:
         sys.stderr.write("--replay: say of which --target\n")
         return 2
     is_taken = registry.target(names[0]).check(path.read_bytes())
-    print(f"{names[0]}: {'taken' if is_taken else 'refused'}, as promised")
+    _say(f"{names[0]}: {'taken' if is_taken else 'refused'}, as promised")
     return 0
 
 

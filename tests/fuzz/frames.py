@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+from threats.frames import ENGINE, ENGINE_VALID, KEYS, OWN, PEER, Rules, peer_valid
 
 from fuzz.target import Target, expect, framed
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import failures, wire
 from kvstrata_api.blocks import LAYOUT_ID_BYTES
 from kvstrata_api.errors import InvalidInputError, KvStrataError
-from threats.frames import ENGINE, ENGINE_VALID, KEYS, OWN, PEER, Rules, peer_valid
 
 _SUM: Final = b"c" * 16
 _ID: Final = b"L" * LAYOUT_ID_BYTES

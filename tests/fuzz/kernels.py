@@ -3,13 +3,17 @@
 An input is an operation, where its memories begin, its parameters and the bytes.
 """
 
-from collections.abc import Callable
-from typing import Any, Final
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from fuzz.target import Target, expect
 from kvstrata_native import choice, forms, python
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _HEAD: Final = 12
 _GUARD: Final = b"\xa5" * 64

@@ -4,7 +4,6 @@ Checksums and MACs are made right after most mutations, under secrets that a thi
 is behind them has to stand what an earlier version, or a bug of this one, may have written.
 """
 
-import asyncio
 import binascii
 import hashlib
 import struct
@@ -493,7 +492,8 @@ _PACKED_HEAD: Final = struct.pack("<BBB5sQ", 1, 2, 3, bytes(5), _RAW_BYTES)
 _MIXED_HEAD: Final = struct.pack("<BBHIIIQ", 1, 3, 0, 2, 8, 64, _RAW_BYTES)
 
 _JSON: Final[Sequence[bytes]] = (
-    *TEXT_BYTES, b'"secret"', b'"format":1', b'"run":-5', b'"data_offsets"', b"[" * 1200, b"9" * 4400, b'"__metadata__"',
+    *TEXT_BYTES, b'"secret"', b'"format":1', b'"run":-5', b'"data_offsets"', b"[" * 1200, b"9" * 4400,
+    b'"__metadata__"',
 )  # fmt: skip
 
 TARGETS: Final = (

@@ -1,7 +1,7 @@
 """One target under Atheris, in a process of its own: `python -m fuzz.session TARGET FOLDERS... [libFuzzer's options]`.
 
-What a part tries is instrumented as it is imported, so nothing else of the product is imported before. What an input may take is bounded: memory by
-the kernel, time by libFuzzer's `-timeout`.
+What a part tries is instrumented as it is imported, so nothing of the product is imported before. What an input may
+take is bounded: memory by the kernel, time by libFuzzer's `-timeout`.
 """
 
 import random
@@ -21,7 +21,7 @@ MEMORY_BYTES: Final = 2 << 30
 """Of data, twice what a session has after an hour: one allocation by a length that an input states goes over it."""
 
 
-class _Finder(AtherisMetaPathFinder):  # type: ignore[misc]  Atheris has no types.
+class _Finder(AtherisMetaPathFinder):  # type: ignore[misc]  # Atheris has no types.
     """Instruments some modules and packages; Atheris' own takes whole distributions, which need a minute to load."""
 
     def __init__(self, tries: Sequence[str]) -> None:

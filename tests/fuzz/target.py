@@ -73,11 +73,9 @@ class Target:
 
     def mutate(self, data: bytes, rng: random.Random) -> bytes:
         """Another input out of one; repeatable by the generator's seed."""
-        if self.is_msgpack and rng.randrange(2):
-            data = _refilled(data, rng)
-        else:
-            data = _edited(data, self.tokens, rng)
-        return data[: self.bytes_max]
+        is_refilled = self.is_msgpack and bool(rng.randrange(2))
+        made = _refilled(data, rng) if is_refilled else _edited(data, self.tokens, rng)
+        return made[: self.bytes_max]
 
     def settle(self, data: bytes, rng: random.Random) -> bytes:
         """Repair seven of eight inputs: what stands at the door is to be tried as well."""

@@ -123,7 +123,10 @@ def _check_hints(document: bytes) -> bool:
 
 
 def _traces() -> list[bytes]:
-    bailian = b'{"chat_id":1,"parent_chat_id":-1,"timestamp":1.5,"hash_ids":[1,2],"output_length":20,"type":"text","turn":1}\n'
+    bailian = (
+        b'{"chat_id":1,"parent_chat_id":-1,"timestamp":1.5,"hash_ids":[1,2],"output_length":20,"type":"text",'
+        b'"turn":1}\n'
+    )
     session = (
         b'{"id":"s","block_size":64,"tool_tokens":64,"system_tokens":64,"requests":[{"t":0,"type":"n","hash_ids":[1,2],'
         b'"out":64,"stop":"end"},{"agent_id":"a","requests":[{"t":1,"hash_ids":[3]}]}]}\n'
@@ -133,7 +136,8 @@ def _traces() -> list[bytes]:
     lcs = traces._LCS_MAGIC + struct.pack("<QQq", 1, 0, 1)
     lcs = lcs.ljust(8192 - 8, b"\0") + traces._LCS_MAGIC + bytes(24)
     return [
-        b'{"timestamp":3000,"hash_ids":[1,2,3],"output_length":600}\n{"timestamp":3001,"hash_ids":[1]}\n', bailian, session,
+        b'{"timestamp":3000,"hash_ids":[1,2,3],"output_length":600}\n{"timestamp":3001,"hash_ids":[1]}\n',
+        bailian, session,
         b'{"session_id":"s","timestamp":1000,"input":"' + b"a" * 130 + b'","output":"b"}\n',
         b'[{"steps":[{"x":"2 3","new_ys":["a\\nb"]}]}]', b'[[{"actions":["a","b"]}]]', oracle.tobytes(), lcs,
         b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n",
