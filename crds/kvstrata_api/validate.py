@@ -91,7 +91,7 @@ def parse_as(model: type[M], obj: Mapping[str, Any]) -> M:
 def _structure(kind: Kind, obj: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of shape. Metadata other than the name is the API server's business."""
     metadata = obj.get("metadata")
-    if not isinstance(metadata, Mapping) or "name" not in metadata:
+    if not isinstance(metadata, Mapping) or metadata.get("name") is None:
         yield Problem("metadata.name", "Required value")
         metadata = {}
     named = {key: metadata[key] for key in ("name",) if key in metadata}

@@ -138,7 +138,7 @@ def _fuzz(name: str, seconds: float, runs: int, jobs: int, ledger: Ledger) -> bo
     options = [f"-artifact_prefix={defects}/", *([f"-max_total_time={max(1, round(seconds))}"] if seconds else [])]
     options += [f"-runs={runs}"] if runs else []
     command = [sys.executable, "-m", "fuzz.session", name, str(corpus), *committed, *options, "-reload=1"]
-    known = {path.name for path in defects.iterdir()}
+    known = _broken(defects)
     processes: list[Process] = []
     for job in range(jobs):
         log = BUILD / f"{name}-{job}.log"
@@ -146,13 +146,18 @@ def _fuzz(name: str, seconds: float, runs: int, jobs: int, ledger: Ledger) -> bo
             running = subprocess.Popen(command, stderr=printed, stdout=printed, cwd=BUILD, env=_environment())
         processes.append(Process(running, log))
     _follow(name, processes, ledger)
-    found = sorted({path.name for path in defects.iterdir()} - known)
+    found = sorted(_broken(defects) - known)
     for file in found:
         _say(f"{name}: python -m fuzz --target {name} --replay {(defects / file).relative_to(ROOT)}")
     ended_badly = [p for p in processes if p.running.returncode]
     for process in ended_badly:
         _say(f"{name}: status {process.running.returncode}, see {process.log.relative_to(ROOT)}")
     return not found and not ended_badly
+
+
+def _broken(defects: Path) -> set[str]:
+    """Inputs that broke a promise; libFuzzer leaves slow ones there as well, which a busy machine has many of."""
+    return {path.name for path in defects.iterdir() if not path.name.startswith("slow-unit-")}
 
 
 def _follow(name: str, processes: Sequence[Process], ledger: Ledger) -> None:

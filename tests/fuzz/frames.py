@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from threats.frames import ENGINE, ENGINE_VALID, KEYS, OWN, PEER, Rules, peer_valid
 
-from fuzz.target import Target, expect, framed
+from fuzz.target import Form, Target, expect, framed
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import failures, wire
 from kvstrata_api.blocks import LAYOUT_ID_BYTES
@@ -139,18 +139,18 @@ def _names(union: Any) -> tuple[bytes, ...]:
 TARGETS: Final = (
     Target(
         "engine-requests", "frames that engines send to an agent", lambda: ENGINE_VALID, _check_request, _repaired,
-        _names(wire.AnyRequest), is_msgpack=True,
+        _names(wire.AnyRequest), form=Form.MSGPACK,
     ),
     Target(
         "agent-replies", "frames that an agent sends to engines", lambda: _REPLIES, _check_reply, _repaired,
-        _names(wire.AnyReply), is_msgpack=True,
+        _names(wire.AnyReply), form=Form.MSGPACK,
     ),
     Target(
         "peer-questions", "frames that agents ask others with", lambda: (*peer_valid("token"), *_QUESTIONS),
-        _check_question, _repaired, _names(peer.Question), is_msgpack=True,
+        _check_question, _repaired, _names(peer.Question), form=Form.MSGPACK,
     ),
     Target(
         "peer-answers", "frames that agents are answered with", lambda: _ANSWERS, _check_answer, _repaired,
-        _names(peer.Answer), is_msgpack=True,
+        _names(peer.Answer), form=Form.MSGPACK,
     ),
 )  # fmt: skip

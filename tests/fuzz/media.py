@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fuzz.target import TEXT_BYTES, Target, expect
+from fuzz.target import TEXT_BYTES, Form, Target, expect
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.device import pooled
 from kvstrata_agent.backends.file import claim, index_format
@@ -505,10 +505,10 @@ TARGETS: Final = (
     Target(
         "pooled-heads", "superblock and lines of memory that hosts share", _pooled_heads, _check_pooled, tokens=_JSON
     ),
-    Target("store-claims", "claim files of stores", _claims, _check_claim, tokens=_JSON),
-    Target("object-markers", "markers of object stores", _claims, _check_marker, tokens=_JSON),
+    Target("store-claims", "claim files of stores", _claims, _check_claim, tokens=_JSON, form=Form.JSON),
+    Target("object-markers", "markers of object stores", _claims, _check_marker, tokens=_JSON, form=Form.JSON),
     Target("session-journals", "journals of sessions", _journals, _check_journal, _journal_repaired),
-    Target("listings", "listings of weights", _listings, _check_listing, tokens=_JSON),
+    Target("listings", "listings of weights", _listings, _check_listing, tokens=_JSON, form=Form.JSON),
     Target(
         "safetensors", "headers of safetensors files", _safetensors, _check_safetensors, _safetensors_repaired, _JSON
     ),

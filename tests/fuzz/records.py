@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fuzz.target import Target, expect
+from fuzz.target import Form, Target, expect
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_metadata.directory.registry import _parse_shards
 from kvstrata_metadata.store import records
@@ -95,6 +95,6 @@ def _framed() -> list[bytes]:
 
 TARGETS: Final = (
     Target("redis-locations", "locations of blocks in Redis", _locations, _check_locations, _sealed),
-    Target("redis-records", "agents, nominations and sessions in Redis", _framed, _check_arrays, is_msgpack=True),
+    Target("redis-records", "agents, nominations and sessions in Redis", _framed, _check_arrays, form=Form.MSGPACK),
     Target("redis-replies", "verdicts and names of shards in Redis", _replies, _check_replies),
 )

@@ -7,6 +7,7 @@ stop most mutations at the door, a repair that makes these right again, so that 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 import msgspec
@@ -35,6 +36,16 @@ _ODD_VALUES: Final[tuple[Any, ...]] = (
     *_ODD, None, True, False, 0.5, float("nan"), float("inf"), "", "\0", "x" * 300, "é" * 70, b"", b"\xff" * 19,
     b"k" * 20, b"k" * 400, [], [[]], {}, {"x": 1}, {1: 2}, [None] * 5,
 )  # fmt: skip
+_ODD_JSON: Final = (
+    *(one for one in _ODD_VALUES if not isinstance(one, bytes | dict)),
+    {},
+    {"x": 1},
+    "1Gi",
+    "9Ei",
+    1e300,
+)
+_LONG: Final = 256
+"""Texts and lists that are not made longer still."""
 _DEEP: Final = 20_000
 """Levels that no decoder follows: Python's limit is 1,000, and msgspec's the interpreter's."""
 
@@ -54,6 +65,16 @@ def unchanged(data: bytes) -> bytes:
     return data
 
 
+class Form(Enum):
+    """What an input is beside bytes: its values are changed one by one as well."""
+
+    BYTES = "bytes"
+    MSGPACK = "msgpack"
+    """A frame of one value behind its length."""
+    JSON = "JSON"
+    """One value, or one in each line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One place where bytes come in."""
@@ -67,15 +88,15 @@ class Target:
     repair: Callable[[bytes], bytes] = unchanged
     tokens: Sequence[bytes] = ()
     """Put in by chance."""
-    is_msgpack: bool = False
-    """A frame of one msgpack value behind its length, which is changed field by field as well."""
+    form: Form = Form.BYTES
     bytes_max: int = BYTES_MAX
 
     def mutate(self, data: bytes, rng: random.Random) -> bytes:
         """Another input out of one; repeatable by the generator's seed."""
-        is_refilled = self.is_msgpack and bool(rng.randrange(2))
-        made = _refilled(data, rng) if is_refilled else _edited(data, self.tokens, rng)
-        return made[: self.bytes_max]
+        made = None
+        if self.form is not Form.BYTES and rng.randrange(2):
+            made = _refilled(data, rng) if self.form is Form.MSGPACK else _rewritten(data, rng)
+        return (made if made is not None else _edited(data, self.tokens, rng))[: self.bytes_max]
 
     def settle(self, data: bytes, rng: random.Random) -> bytes:
         """Repair seven of eight inputs: what stands at the door is to be tried as well."""
@@ -109,32 +130,52 @@ def _edited(data: bytes, tokens: Sequence[bytes], rng: random.Random) -> bytes:
     return bytes(body)
 
 
-def _refilled(frame: bytes, rng: random.Random) -> bytes:
-    """Other fields, more or fewer of them, at any depth."""
+def _refilled(frame: bytes, rng: random.Random) -> bytes | None:
+    """Other fields, more or fewer of them, at any depth; None for what is no msgpack."""
     try:
         value = msgspec.msgpack.decode(frame[4:])
     except (msgspec.DecodeError, ValueError, RecursionError):
-        return _edited(frame, (), rng)
+        return None
     if not rng.randrange(64):
         return frame[:4] + msgspec.msgpack.encode(value) + b"\x91" * _DEEP
     for _ in range(rng.randrange(1, 3)):
-        value = _changed(value, rng)
+        value = _changed(value, rng, _ODD_VALUES)
     return framed(msgspec.msgpack.encode(value))
 
 
-def _changed(value: Any, rng: random.Random) -> Any:
-    if not isinstance(value, list) or not value or not rng.randrange(16):
-        return rng.choice(_ODD_VALUES)
-    changed, at = list(value), rng.randrange(len(value))
+def _rewritten(document: bytes, rng: random.Random) -> bytes | None:
+    """Other values of one document, or of one line of several; None for what is no JSON."""
+    lines = document.split(b"\n")
+    at = rng.randrange(len(lines))
+    try:
+        value, around = msgspec.json.decode(document), (b"", b"")
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        try:
+            value = msgspec.json.decode(lines[at])
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            return None
+        around = (b"".join(line + b"\n" for line in lines[:at]), b"".join(b"\n" + line for line in lines[at + 1 :]))
+    for _ in range(rng.randrange(1, 4)):
+        value = _changed(value, rng, _ODD_JSON)
+    return around[0] + msgspec.json.encode(value) + around[1]
+
+
+def _changed(value: Any, rng: random.Random, odd: Sequence[Any]) -> Any:
+    if not isinstance(value, list | dict) or not value or not rng.randrange(16):
+        return rng.choice(odd)
+    changed: Any = value.copy()
+    at = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
     match rng.randrange(6):
+        case 0 if isinstance(value, dict):
+            changed[rng.choice(list(value))] = value[at]
         case 0:
-            changed.insert(at, rng.choice(_ODD_VALUES))
+            changed.insert(at, rng.choice(odd))
         case 1:
             changed.pop(at)
-        case 2 if isinstance(value[at], bytes | str):
-            changed[at] = value[at] * rng.choice((0, 2, 3, 52))
+        case 2 if isinstance(value[at], bytes | str | list):
+            changed[at] = value[at] * rng.choice((0, 2, 3, 52)) if len(value[at]) < _LONG else value[at][:1]
         case _:
-            changed[at] = _changed(value[at], rng)
+            changed[at] = _changed(value[at], rng, odd)
     return changed
 
 

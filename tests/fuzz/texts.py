@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fuzz.target import TEXT_BYTES, Target, expect
+from fuzz.target import TEXT_BYTES, Form, Target, expect
 from kvstrata_agent.kube.authenticator import token_expiry_s
 from kvstrata_agent.replay import hardware, traces
 from kvstrata_api import units, wrapping
@@ -249,9 +249,9 @@ _TEXT: Final = (
 _TOKEN: Final = b"e30." + base64.urlsafe_b64encode(b"[" * 1200) + b".s"
 
 TARGETS: Final = (
-    Target("kv-events", "KV events of vLLM and SGLang", _events, _check_events, is_msgpack=True),
-    Target("kv-hints", "hints of requests", _hints, _check_hints, tokens=(*_TEXT, b'"actions":[')),
-    Target("traces", "recorded workloads", _traces, _check_traces, tokens=_TEXT, bytes_max=16_384),
+    Target("kv-events", "KV events of vLLM and SGLang", _events, _check_events, form=Form.MSGPACK),
+    Target("kv-hints", "hints of requests", _hints, _check_hints, tokens=(*_TEXT, b'"actions":['), form=Form.JSON),
+    Target("traces", "recorded workloads", _traces, _check_traces, tokens=_TEXT, form=Form.JSON, bytes_max=16_384),
     Target(
         "hardware",
         "files of hardware and prices",
