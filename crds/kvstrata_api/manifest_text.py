@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: FBT001, FBT002  PyYAML's.
         """See PyYAML, whose constructors of scalars raise errors of Python for texts that do not fit a tag."""
         try:
-            return super().construct_object(node, deep=deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as e:
             tag = node.tag.removeprefix("tag:yaml.org,2002:")
             raise yaml.constructor.ConstructorError(
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
         """See PyYAML. Keys become texts first, as they do for kubectl, which has JSON made of them."""
         node.value = [(self._text_key(key), value) for key, value in node.value]
-        made: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)  # type: ignore[no-untyped-call]
+        made: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
         return made
 
     def _text_key(self, key: yaml.Node) -> yaml.Node:

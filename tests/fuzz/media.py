@@ -132,7 +132,7 @@ def _check_sealed(data: bytes) -> bool:
     layout.check_length("codec", record.codec.encode(), layout.CODEC_BYTES_MAX)
     payload = memoryview(bytes(64))
     _SEALED.lay_out(memoryview(room), record, _SLOT, payload)(record)
-    again = _SEALED.header(room, _EXTENT, _OFFSET)
+    again = _SEALED.header(bytes(room), _EXTENT, _OFFSET)
     expect(again == (_STAMP, record), "a sealed header is written and read again alike", record, again)
     opened = _SEALED.opener(record, _SLOT)(memoryview(room), memoryview(bytearray(64)))
     expect(opened == payload, "a sealed payload opens", record)
@@ -291,7 +291,7 @@ def _claims() -> list[bytes]:
 
 def _check_claim(document: bytes) -> bool:
     try:
-        content = _done(claim._load(_OneFile(document), "claim"))  # type: ignore[arg-type]  Only `load` is asked.
+        content = _done(claim._load(_OneFile(document), "claim"))  # type: ignore[arg-type]  # Only `load` is asked.
         found = claim._next_run("volume/claim", content)
     except InvalidInputError as e:
         expect("claim" in str(e), "the file is named", str(e))
@@ -321,7 +321,7 @@ class _OneObject:
 def _check_marker(document: bytes) -> bool:
     bucket = _OneObject(document)
     try:
-        _done(open_object_tier(bucket, "pool", "node", 1 << 20))  # type: ignore[arg-type]  These are asked.
+        _done(open_object_tier(bucket, "pool", "node", 1 << 20))  # type: ignore[arg-type]  # These are asked.
     except InvalidInputError as e:
         expect("s3://bucket" in str(e), "the object is named", str(e))
         return False
@@ -456,7 +456,7 @@ def _decodes(codec: str) -> Callable[[bytes], bool]:
 
     def check(stored: bytes) -> bool:
         """Twice, into memory with guards: the same bytes, none behind the end."""
-        found = []
+        found: list[bytes | None] = []
         for fill in (b"\x00", b"\xff"):
             room = bytearray(fill * (_RAW_BYTES + 64))
             try:
