@@ -25,6 +25,11 @@ PARTS: Final = (
         ("kvstrata_api.wire", "kvstrata_api.failures", "kvstrata_agent.fleet.peers.wire", "threats.frames"),
     ),
     Part(
+        "verbs",
+        ("engine-verbs",),
+        ("kvstrata_agent.serve", "kvstrata_agent.cache", "kvstrata_agent.blocks"),
+    ),
+    Part(
         "manifests",
         ("manifest-texts", "manifest-objects"),
         (

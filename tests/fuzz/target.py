@@ -71,6 +71,8 @@ class Form(Enum):
     BYTES = "bytes"
     MSGPACK = "msgpack"
     """A frame of one value behind its length."""
+    FRAMES = "frames"
+    """Several of these, one behind the other: one of them is changed, left out, repeated or moved."""
     JSON = "JSON"
     """One value, or one in each line."""
 
@@ -95,7 +97,7 @@ class Target:
         """Another input out of one; repeatable by the generator's seed."""
         made = None
         if self.form is not Form.BYTES and rng.randrange(2):
-            made = _refilled(data, rng) if self.form is Form.MSGPACK else _rewritten(data, rng)
+            made = _BY_FORM[self.form](data, rng)
         return (made if made is not None else _edited(data, self.tokens, rng))[: self.bytes_max]
 
     def settle(self, data: bytes, rng: random.Random) -> bytes:
@@ -177,6 +179,31 @@ def _changed(value: Any, rng: random.Random, odd: Sequence[Any]) -> Any:
         case _:
             changed[at] = _changed(value[at], rng, odd)
     return changed
+
+
+def _reordered(stream: bytes, rng: random.Random) -> bytes | None:
+    """One frame of several changed, left out, repeated or moved; None where there is none."""
+    frames, at = [], 0
+    while at + 4 < len(stream):
+        end = at + 4 + int.from_bytes(stream[at : at + 4], "big")
+        frames.append(stream[at:end])
+        at = end
+    if not frames:
+        return None
+    at = rng.randrange(len(frames))
+    match rng.randrange(6):
+        case 0:
+            frames.pop(at)
+        case 1:
+            frames.insert(rng.randrange(len(frames) + 1), frames[at])
+        case 2:
+            frames.insert(rng.randrange(len(frames)), frames.pop(at))
+        case _:
+            frames[at] = _refilled(frames[at], rng) or frames[at]
+    return b"".join(frames)
+
+
+_BY_FORM: Final = {Form.MSGPACK: _refilled, Form.JSON: _rewritten, Form.FRAMES: _reordered}
 
 
 def framed(body: bytes) -> bytes:
