@@ -4,6 +4,7 @@ What a part tries is instrumented as it is imported, so nothing of the product i
 take is bounded: memory by the kernel, time by libFuzzer's `-timeout`.
 """
 
+import logging
 import random
 import resource
 import sys
@@ -54,6 +55,7 @@ def main(name: str, arguments: list[str]) -> None:
     def check(data: bytes) -> None:
         target.check(data)
 
+    logging.disable()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     options = [f"-max_len={target.bytes_max}", "-timeout=20", "-rss_limit_mb=0", "-print_final_stats=1", *arguments]
     atheris.Setup([sys.argv[0], *options], check, custom_mutator=mutated)

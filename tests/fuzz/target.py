@@ -91,6 +91,8 @@ class Target:
     tokens: Sequence[bytes] = ()
     """Put in by chance."""
     form: Form = Form.BYTES
+    is_slow: bool = False
+    """A check takes milliseconds: tests try fewer mutations."""
     bytes_max: int = BYTES_MAX
 
     def mutate(self, data: bytes, rng: random.Random) -> bytes:

@@ -3,6 +3,7 @@
 An input is frames, one behind the other, on a connection of a tenant that has stored three blocks. Time is virtual.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Final
@@ -43,11 +44,8 @@ def _frames(stream: bytes) -> Iterator[bytes]:
 
 def _seeds() -> list[bytes]:
     known = [wire.encode(request) for request in _KNOWN]
-    return [
-        b"".join(known),
-        *(b"".join(pair) for pair in zip(known, known[1:], strict=False)),
-        b"".join(ENGINE_VALID[4:20]),
-    ]
+    pairs = (b"".join(pair) for pair in itertools.pairwise(known))
+    return [b"".join(known), *pairs, b"".join(ENGINE_VALID[4:20])]
 
 
 def _repaired(stream: bytes) -> bytes:
@@ -84,6 +82,7 @@ def _check(stream: bytes) -> bool:
 
 TARGETS: Final = (
     Target(
-        "engine-verbs", "requests of an engine to the verbs behind them", _seeds, _check, _repaired, form=Form.FRAMES
+        "engine-verbs", "requests of an engine to the verbs behind them", _seeds, _check, _repaired, form=Form.FRAMES,
+        is_slow=True,
     ),
-)
+)  # fmt: skip
