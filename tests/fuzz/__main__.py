@@ -138,8 +138,8 @@ def _sanitize() -> None:
     """
     library = BUILD / "_kernels.abi3.so"
     compiler = os.environ.get("CC", "cc")
-    os.environ["CC"] = f"{compiler} -fsanitize=address -g"
-    failure = native_build.compile_kernels(ROOT / native_build.PACKAGE, library)
+    options = ("-fsanitize=address", "-g", "-O1")
+    failure = native_build.compile_kernels(ROOT / native_build.PACKAGE, library, *options)
     if failure is not None:
         raise SystemExit(f"--sanitize: {failure}")
     asked = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
