@@ -58,11 +58,11 @@ PARTS: Final = (
     ),
     Part(
         "texts",
-        ("kv-events", "kv-hints", "traces", "hardware", "metrics", "keys"),
+        ("kv-events", "kv-hints", "traces", "hardware", "metrics", "captures", "keys"),
         (
             "kvstrata_client.connectors.engine_events", "kvstrata_client.connectors.vllm.hints",
             "kvstrata_agent.replay.traces", "kvstrata_agent.replay.chains", "kvstrata_agent.replay.hardware",
-            "kvstrata_api.manifest_text", "kvstrata_api.units", "kvstrata_api.wrapping",
+            "kvstrata_api.manifest_text", "kvstrata_api.units", "kvstrata_api.wrapping", "kvstrata_client.calibration",
             "kvstrata_agent.kube.authenticator", "prometheus_client.parser",
         ),
     ),

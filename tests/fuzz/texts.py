@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import io
 import os
 import struct
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -16,6 +18,7 @@ from kvstrata_agent.kube.authenticator import token_expiry_s
 from kvstrata_agent.replay import hardware, traces
 from kvstrata_api import units, wrapping
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_client import calibration
 from kvstrata_client.connectors import engine_events
 from kvstrata_client.connectors.vllm import hints
 
@@ -207,6 +210,40 @@ def _check_samples(document: bytes) -> bool:
     return all(one.name in hardware.METRICS for one in found)
 
 
+# Captured KV and calibrations.
+
+
+def _captures() -> list[bytes]:
+    shape = (1, 1, 2, 1, 2, 4)
+    npy = io.BytesIO()
+    np.save(npy, np.zeros(shape, np.uint16))
+    header = msgspec.json.encode({"kv": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 32]}})
+    return [npy.getvalue(), len(header).to_bytes(8, "little") + header + bytes(32)]
+
+
+def _check_captures(document: bytes) -> bool:
+    """A file of NumPy, of safetensors, and a calibration."""
+    taken = False
+    with tempfile.TemporaryDirectory() as folder:
+        for name, read in (
+            ("f.npy", calibration.read),
+            ("f.safetensors", calibration.read),
+            ("f.json", calibration.load),
+        ):
+            path = Path(folder) / name
+            path.write_bytes(document)
+            try:
+                found: Any = read(path)
+            except InvalidInputError as e:
+                expect(str(path) in str(e), "the file is named", str(e))
+                continue
+            taken = True
+            if not isinstance(found, calibration.Calibration):
+                expect(found.size * found.itemsize <= len(document), "no more numbers than bytes", found.shape)
+                calibration.bf16(found[0])
+    return taken
+
+
 # Keys, tokens, quantities.
 
 
@@ -266,6 +303,7 @@ TARGETS: Final = (
         _check_samples,
         tokens=(b'{a="b"}', b"# TYPE ", b"# HELP ", b"NaN"),
     ),
+    Target("captures", "captured KV and calibrations", _captures, _check_captures, tokens=_TEXT),
     Target(
         "keys",
         "KEK files, wrapped keys, tokens, quantities",
