@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := crds dashboards metadata operator agent bench hack tests
-LEVELS := $(addprefix tests/,contract stateful sim crash faults threats adversity system peers)
+LEVELS := $(addprefix tests/,contract stateful sim crash fuzz faults threats adversity system peers)
 PYTEST := $(BIN)/python -m pytest
 # Tests of connectors and tiers that compute on a device as on the processor.
 ON_DEVICE := $(addprefix tests/system/test_,client_transformers.py client_transformers_cache.py handover_transformers.py) \
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants soak proof test-gpu hardware test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity hour mutants fuzz soak proof test-gpu hardware test-guest test-node \
   images image-pins test-images bench docs requirements generate screenshots sbom licences release clean
 
 help: ## Show this list
@@ -87,6 +87,10 @@ adversity: setup ## Lie to the operator and kill it at every API call, shortened
 
 mutants: setup ## Seeded defects that the suite must catch (ONLY=I6 some, JOBS=2 two at a time, SHARD=1/4 a part)
 	@$(BIN)/python -m checks.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS)) $(if $(SHARD),--shard $(SHARD))
+
+fuzz: setup ## Inputs by chance, led by coverage, at everything that comes from outside; goes on where it ended (ARGS="--target NAME --seconds 600 --jobs 2", "--list")
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/fuzz.txt
+	@PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 soak: tools ## The whole under load and random faults (MINUTES=120, SEED=n): outputs, bounds of time, growth, conditions, metrics
 	@PYTHONPATH=tests $(BIN)/python -m soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)

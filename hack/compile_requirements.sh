@@ -11,6 +11,7 @@ compile() {
   echo "requirements/$out.txt"
 }
 compile dev pyproject.toml --extra cli --extra demo --extra dashboards --group dev
+compile fuzz --group fuzz
 for process in operator metadata agent cli; do
   compile "$process" pyproject.toml --extra "$process" -c requirements/dev.txt
 done

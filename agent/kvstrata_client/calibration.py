@@ -14,7 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Final
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,8 @@ _ANY_ERROR: Final = 1e30
 _PLANES_PER_LAYER: Final = 2
 _DIMENSIONS: Final = 6
 _HEADER_BYTES_MAX: Final = 16 << 20
+_UNREADABLE: Final = (OSError, ValueError, EOFError, RecursionError, SyntaxError, TokenError, BadZipFile)
+"""What NumPy (2.4) raises for files that are none of its: it reads headers with Python's tokenizer."""
 _DTYPES: Final[dict[str, np.dtype[Any]]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
 
@@ -44,8 +48,10 @@ def read(path: Path, tensor: str = "") -> Words:
     """Read blocks; large files are mapped, not loaded. Raises `InvalidInputError` for what is no captured KV."""
     try:
         found = _safetensors(path, tensor) if path.suffix == ".safetensors" else np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as e:
+    except _UNREADABLE as e:
         raise InvalidInputError(f"{path}: {e}") from e
+    if not isinstance(found, np.ndarray):  # Of an archive of several.
+        raise InvalidInputError(f"{path}: one array wanted")
     if found.ndim != _DIMENSIONS or found.shape[2] != 2 or not found.size:
         raise InvalidInputError(
             f"{path}: shape {found.shape}: (blocks, layers, 2, heads, tokens, dim) wanted, none of them 0"
@@ -85,7 +91,7 @@ def _mapped(path: Path, entry: Mapping[str, Any], start: int) -> npt.NDArray[Any
         dtype: np.dtype[Any] = _DTYPES[entry["dtype"]]
         shape, (begin, end) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
         size_bytes = math.prod(shape) * dtype.itemsize
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise InvalidInputError(f"{path}: dtype of {sorted(_DTYPES)}, shape and data_offsets wanted: {e!r}") from e
     if min(shape, default=0) < 1 or begin < 0 or end - begin != size_bytes or path.stat().st_size < start + end:
         raise InvalidInputError(f"{path}: bytes {begin} to {end} for shape {shape} of {entry['dtype']}")
@@ -185,7 +191,7 @@ def load(path: Path) -> Calibration:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise InvalidInputError(f"{path}: {path.stat().st_size} B, at most {FILE_BYTES_MAX} wanted")
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise InvalidInputError(f"{path}: {e}") from e
     if (
         not isinstance(content, dict)

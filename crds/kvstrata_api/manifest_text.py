@@ -1,10 +1,11 @@
 """Manifests as text: objects with the lines that their fields stand on. Pure.
 
-Scalars are read as kubectl reads them: times stay texts, and 12e45 is a number; lists are taken apart.
+Scalars are read as kubectl reads them: times stay texts, 12e45 is a number, and keys that are numbers or booleans are
+texts; lists are taken apart.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,11 +13,44 @@ import yaml
 
 from kvstrata_api.errors import InvalidInputError
 
+DEPTH_MAX: Final = 100
+"""Levels of one document: schemas in CRDs have 40, and Python follows some 300."""
+ALIASED_MAX: Final = 100_000
+"""Nodes that aliases may stand for, in one document: nine lines of them can stand for a billion."""
 _TIMESTAMP: Final = "tag:yaml.org,2002:timestamp"
+_TEXT: Final = "tag:yaml.org,2002:str"
+_TEXTS: Final = frozenset({_TEXT, "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"})
+"""Tags of keys that PyYAML reads as they are written."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader to which a time is a text."""
+    """SafeLoader to which a time is a text, and so is every key."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: FBT001, FBT002  PyYAML's.
+        """See PyYAML, whose constructors of scalars raise errors of Python for texts that do not fit a tag."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as e:
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{str(node.value)[:40]!r} is no {tag}", node.start_mark
+            ) from e
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
+        """See PyYAML. Keys become texts first, as they do for kubectl, which has JSON made of them."""
+        node.value = [(self._text_key(key), value) for key, value in node.value]
+        made: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
+        return made
+
+    def _text_key(self, key: yaml.Node) -> yaml.Node:
+        """Raise `ConstructorError` for what becomes no key of JSON."""
+        if not isinstance(key, yaml.ScalarNode) or key.tag in _TEXTS:
+            return key  # PyYAML refuses lists and mappings by itself.
+        value = self.construct_object(key)
+        if not isinstance(value, str | int | float):
+            raise yaml.constructor.ConstructorError(None, None, f"key {value!r:.40}: a text wanted", key.start_mark)
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return yaml.ScalarNode(_TEXT, text, key.start_mark, key.end_mark)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -55,20 +89,50 @@ def read(text: str) -> Iterator[Placed]:
 
     Raises `InvalidInputError` with the line of what is no YAML, or no mapping, once the objects before it were given.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as e:
+        line = text.count("\n", 0, e.position) + 1
+        raise InvalidInputError(f"{line}: character {e.character:#x} is not allowed: {e.reason}") from e
     try:
         while loader.check_node():
             node = loader.get_node()
-            found = loader.construct_document(node) if node is not None else None
-            if found is not None and node is not None:
+            if node is None:
+                continue
+            _check_size(node)
+            found = loader.construct_document(node)
+            if found is not None:
                 yield from _objects(found, node)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         raise InvalidInputError(f"{mark.line + 1 if mark else 1}: {e.problem or e.context}") from e
-    except yaml.YAMLError as e:
-        raise InvalidInputError(f"1: {e}") from e
+    except RecursionError as e:
+        raise InvalidInputError(f"{loader.line + 1}: nested too deeply, limit {DEPTH_MAX} levels") from e
     finally:
         loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raise `InvalidInputError` for a document that is too deep, or that aliases make too large or endless."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, level: int) -> int:
+        if level > DEPTH_MAX:
+            where = node.start_mark.line + 1
+            raise InvalidInputError(f"{where}: nested too deeply, or in itself by an alias; limit {DEPTH_MAX} levels")
+        known = sizes.get(id(node))
+        if known is None:
+            children: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else []
+            if isinstance(node, yaml.MappingNode):
+                children = [part for pair in node.value for part in pair]
+            known = sizes[id(node)] = 1 + sum(size(child, level + 1) for child in children)
+        return known
+
+    nodes = size(root, 1)
+    if nodes - len(sizes) > ALIASED_MAX:
+        raise InvalidInputError(
+            f"{root.start_mark.line + 1}: aliases stand for {nodes - len(sizes)} nodes, limit {ALIASED_MAX}"
+        )
 
 
 def _objects(found: Any, node: yaml.Node) -> Iterator[Placed]:

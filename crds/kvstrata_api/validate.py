@@ -12,7 +12,7 @@ from kvstrata_api.models.base import ApiModel
 from kvstrata_api.rules.rule import Rule, Transition, places
 from kvstrata_api.schema import Schema, object_schema
 from kvstrata_api.schema_kinds import BY_NAME, Kind
-from kvstrata_api.validate_structure import Problem, check, problem
+from kvstrata_api.validate_structure import Problem, check, present, problem
 
 PROBLEMS_MAX: Final = 8
 """Problems that an error message lists; the rest is counted."""
@@ -44,9 +44,10 @@ def every_problem(obj: Mapping[str, Any]) -> list[Problem]:
     kind = BY_NAME.get(str(obj.get("kind")))
     if kind is None or not found:
         return found
-    bent = [p.field for p in found if not p.message.startswith("unknown field")]
+    shape = {*_structure(kind, obj)}  # Of another version `validate` has not looked at it.
+    bent = [p.field for p in shape if not p.message.startswith("unknown field")]
     more = (p for p in _broken_rules(kind, obj, None, skip=lambda where: any(_overlap(where, at) for at in bent)))
-    return sorted({*found, *more})
+    return sorted({*found, *shape, *more})
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -64,7 +65,14 @@ def parse(kind: str, obj: Mapping[str, Any]) -> ApiModel:
     if found:
         more = f"; and {len(found) - PROBLEMS_MAX} more" if len(found) > PROBLEMS_MAX else ""
         raise InvalidInputError(f"{kind}: " + "; ".join(str(p) for p in found[:PROBLEMS_MAX]) + more)
-    return parse_as(BY_NAME[kind].model, obj)
+    return parse_as(BY_NAME[kind].model, without_nulls(kind, obj))
+
+
+def without_nulls(kind: str, obj: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a good manifest of a known kind as the API server would store it: a field that is null is absent."""
+    metadata = {name: value for name, value in obj["metadata"].items() if value is not None}
+    found: dict[str, Any] = present(_schema(kind), dict(obj)) | {"metadata": metadata}
+    return found
 
 
 def parse_as(model: type[M], obj: Mapping[str, Any]) -> M:
@@ -83,7 +91,7 @@ def parse_as(model: type[M], obj: Mapping[str, Any]) -> M:
 def _structure(kind: Kind, obj: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of shape. Metadata other than the name is the API server's business."""
     metadata = obj.get("metadata")
-    if not isinstance(metadata, Mapping) or "name" not in metadata:
+    if not isinstance(metadata, Mapping) or metadata.get("name") is None:
         yield Problem("metadata.name", "Required value")
         metadata = {}
     named = {key: metadata[key] for key in ("name",) if key in metadata}
@@ -103,6 +111,8 @@ def _broken_rules(
     skip: Callable[[str], bool] = lambda _where: False,
 ) -> Iterator[Problem]:
     """Rules that do not hold, but for the places to skip: rules ask for the right shape."""
+    obj = present(_schema(kind.name), dict(obj))
+    old = present(_schema(kind.name), dict(old)) if old is not None else None
     for rule in kind.rules:
         before = dict(places(old, rule.path)) if old is not None else {}
         for where, value in places(obj, rule.path):

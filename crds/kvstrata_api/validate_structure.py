@@ -40,7 +40,11 @@ class Problem:
 
 def problem(field: str, message: str, value: Any) -> Problem:
     """Make a problem that shows a shortened value."""
-    return Problem(field, message, repr(value)[:80])
+    try:
+        shown = repr(value)[:80]
+    except (RecursionError, ValueError):  # Nested too deeply, or a number of more digits than Python writes.
+        shown = f"<{_type_name(value)}>"
+    return Problem(field, message, shown)
 
 
 def check(schema: Schema, value: Any, field: str) -> Iterator[Problem]:
@@ -168,6 +172,20 @@ def _is_date_time(value: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def present(schema: Schema, value: Any) -> Any:
+    """Return a value without the nulls that stand in fields of its schema: the API server drops them before its rules.
+
+    What the schema does not know stays as it is.
+    """
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties")
+        below = ((name, child, known.get(name, others)) for name, child in value.items() if child is not None)
+        return {name: child if at is None else present(at, child) for name, child, at in below}
+    if isinstance(value, list) and "items" in schema:
+        return [present(schema["items"], item) for item in value]
+    return value
 
 
 def _join(field: str, name: str) -> str:

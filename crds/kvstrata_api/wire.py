@@ -629,6 +629,9 @@ def outcome_of(count: int, wanted: int) -> Outcome:
     return Outcome.PARTIAL if count else Outcome.UNKNOWN
 
 
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec (0.22) raises for a body: bad UTF-8 is no `DecodeError` to it, and neither is a field behind the known
+ones that is nested deeper than Python follows."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
@@ -661,7 +664,7 @@ def decode_request(body: bytes) -> AnyRequest:
     """Parse a request. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         request = _requests.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.
+    except _MALFORMED as e:
         raise InvalidInputError(f"malformed request: {e}") from e
     _check(request)
     return request
@@ -671,7 +674,7 @@ def refused_id(body: bytes) -> int:
     """Return the id of a request that is over a limit; 0 of what is no request at all."""
     try:
         return _requests.decode(body).id
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _MALFORMED:
         return 0
 
 
@@ -679,7 +682,7 @@ def decode_reply(body: bytes) -> AnyReply:
     """Parse a reply. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         return _replies.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.
+    except _MALFORMED as e:
         raise InvalidInputError(f"malformed reply: {e}") from e
 
 

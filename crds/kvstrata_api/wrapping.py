@@ -88,5 +88,5 @@ def _entries(lines: Iterable[str]) -> Iterable[tuple[str, bytes]]:
         name, _, encoded = line.partition(":")
         try:
             yield name.strip(), base64.b64decode(encoded.strip(), validate=True)
-        except binascii.Error:
+        except ValueError:  # Of which `binascii.Error` is one, and what is not ASCII another.
             raise InvalidInputError(f"KEK file, line {number}: k<n>:<base64 of {KEK_BYTES} B> is wanted") from None

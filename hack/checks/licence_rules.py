@@ -19,6 +19,7 @@ EXCEPTIONS: Final = {"LLVM-exception": "gives more rights, takes none"}
 """SPDX exceptions after `WITH`."""
 
 DISTRIBUTIONS: Final = {
+    "atheris": "Apache-2.0 by the LICENSE file in its wheel; its metadata name none. For `make fuzz` alone",
     "cuda-toolkit": "empty package that only names nvidia-* packages, which are checked themselves",
 }
 """Distributions that state no licence, each with the reason why that is no obstacle."""

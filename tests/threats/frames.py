@@ -86,7 +86,8 @@ def _is_layout(value: Any) -> bool:
     texts = {"model", "revision", "dtype"}
     numbers = {"block_tokens", "layers", "kv_heads", "head_dim", "element_bytes"}
     if isinstance(value, Unread):
-        return value.packed[0] & 0xF0 == 0x80 and all(name.encode() in value.packed for name in texts | numbers)
+        is_map = value.packed[0] & 0xF0 == 0x80 or value.packed[0] in (0xDE, 0xDF)
+        return is_map and all(name.encode() in value.packed for name in texts | numbers)
     if not isinstance(value, dict):
         return False
     return texts | numbers <= value.keys() and all(_is_text(value[n]) for n in texts) and all(

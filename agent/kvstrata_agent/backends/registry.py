@@ -243,7 +243,7 @@ def _is_claimed_by(root: Path, pool: str) -> bool:
         return bool(json.loads((root / POOL_FILE).read_bytes()).get("pool") == pool)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return False  # Nobody knows whose it is.
 
 

@@ -168,7 +168,7 @@ def _frames(content: bytes) -> Iterator[tuple[bytes, bytes, Remembered | None]]:
             return
         try:
             digest, remembered = _decoder.decode(body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
         yield digest, content[at:end], remembered
         at = end

@@ -144,7 +144,7 @@ def token_expiry_s(token: str) -> float:
         payload = token.split(".")[1]
         claims: Any = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         ends_s = float(claims["exp"])
-    except (IndexError, KeyError, TypeError, ValueError, binascii.Error):
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError, binascii.Error):
         return 0.0
     return max(0.0, ends_s) if math.isfinite(ends_s) else 0.0  # A text such as "NAN" is no time either.
 

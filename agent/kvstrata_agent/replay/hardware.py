@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Annotated, Any, Final
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from kvstrata_agent.replay.machine import Engine
+from kvstrata_api import manifest_text
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import Quantity
 from kvstrata_api.models.pool import KVPool
@@ -132,13 +132,13 @@ class Hardware(_Part):
 def read(text: str, source: str) -> Hardware:
     """Parse a file. Raises `InvalidInputError` that names file, fields, values and limits."""
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise InvalidInputError(f"{source}: {' '.join(str(e).split())}") from e
-    if not isinstance(found, Mapping):
-        raise InvalidInputError(f"{source}: a mapping is wanted, not {found!r:.60}")
+        found = [placed.obj for placed in manifest_text.read(text)]
+    except InvalidInputError as e:
+        raise InvalidInputError(f"{source}: line {e}") from e
+    if len(found) != 1:
+        raise InvalidInputError(f"{source}: a mapping is wanted, not {len(found)} documents")
     try:
-        return Hardware.model_validate(found)
+        return Hardware.model_validate(found[0])
     except ValidationError as e:
         raise InvalidInputError(f"{source}: {'; '.join(_problems(e))}") from e
 

@@ -51,6 +51,10 @@ RECORDINGS: Final = {
     "lmcache-agents": "LMCache agents",
 }
 """What `bench.autoscale` and `bench.reuse` replay: the name in their figures, and its format."""
+TOKENS_MAX: Final = 1 << 40
+"""Of one request."""
+AGENTS_DEEP_MAX: Final = 64
+"""Sub-agents of sub-agents."""
 FILE_BYTES_MAX: Final = 8 << 30
 """Of one file once it is unpacked."""
 _SNIFFED_BYTES: Final = 1 << 16
@@ -60,6 +64,8 @@ _LCS_HEADER_BYTES: Final = 8192
 """Magic, version (u64) and statistics, of which the second is the count of records (i64)."""
 _LCS_RECORD_BYTES: Final = (24, 28, 36, 40, 44, 52, 68, 100)
 """By version, from 1: later ones add operation, tenant, time to live and features (libCacheSim's lcs.h)."""
+_NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec (0.22) raises: bad UTF-8 is no `DecodeError` to it, and neither is what is nested too deeply."""
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _TAR_MAGIC_AT: Final = 257
@@ -227,10 +233,10 @@ def _json_format(file: _File) -> _Format | None:
     line = file.data.lstrip().split(b"\n", 1)[0]
     try:
         first = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except _NO_JSON:
         try:
             first = msgspec.json.decode(file.data)
-        except msgspec.DecodeError:
+        except _NO_JSON:
             return None
     return _FORMATS.get(_json_name(first))
 
@@ -264,13 +270,13 @@ def _rows(file: _File) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = file.data.splitlines()
     try:
         msgspec.json.decode(next((line for line in lines if line.strip()), b""))
-    except msgspec.DecodeError:
+    except _NO_JSON:
         lines = [file.data]
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 row = msgspec.json.decode(line)
-            except msgspec.DecodeError as e:
+            except _NO_JSON as e:
                 raise TraceError(f"{file.name}: line {number}: {e}") from e
             if not isinstance(row, dict):
                 raise TraceError(f"{file.name}: line {number}: an object is wanted, not {line[:40]!r}")
@@ -290,6 +296,20 @@ class _Row:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise TraceError(f"{self._where}: {field}: a number of 0 or more is wanted, not {value!r}")
         return value
+
+    def name(self, field: str) -> Hashable:
+        """A number or text; None where it is absent."""
+        value = self._row.get(field)
+        if isinstance(value, list | dict):
+            raise TraceError(f"{self._where}: {field}: a number or text is wanted, not {value!r:.60}")
+        return value
+
+    def count(self, field: str) -> int:
+        """A whole number of tokens, `TOKENS_MAX` at most; 0 where it is absent."""
+        value = self.number(field, 0)
+        if value > TOKENS_MAX:
+            raise TraceError(f"{self._where}: {field}: {value} is more than {TOKENS_MAX}")
+        return int(value)
 
     def text(self, field: str) -> str:
         """A text, empty where it is absent."""
@@ -316,7 +336,7 @@ def _mooncake(file: _File) -> Iterator[Request]:
         yield Request(
             given.number("timestamp") / 1000,
             given.ids("hash_ids"),
-            output_blocks=int(given.number("output_length", 0)) // MOONCAKE_BLOCK_TOKENS,
+            output_blocks=given.count("output_length") // MOONCAKE_BLOCK_TOKENS,
         )
 
 
@@ -324,14 +344,14 @@ def _bailian(file: _File) -> Iterator[Request]:
     sessions: dict[Hashable, Hashable] = {}
     for number, row in _rows(file):
         given = _Row(file.name, number, row)
-        chat, parent = row.get("chat_id"), row.get("parent_chat_id", -1)
+        chat, parent = given.name("chat_id"), given.name("parent_chat_id")
         sessions[chat] = session = sessions.get(parent, chat)
         yield Request(
             given.number("timestamp"),
             given.ids("hash_ids"),
             session,
             given.text("type"),
-            output_blocks=int(given.number("output_length", 0)) // BAILIAN_BLOCK_TOKENS,
+            output_blocks=given.count("output_length") // BAILIAN_BLOCK_TOKENS,
         )
 
 
@@ -339,14 +359,14 @@ def _sessions(file: _File) -> Iterator[Request]:
     """Ids are local to a session; tools and system prompt are the program's, equal where they are as long."""
     for number, row in _rows(file):
         given = _Row(file.name, number, row)
-        step = int(given.number("block_size"))
+        step = given.count("block_size")
         if step < 1:
             raise TraceError(f"{file.name}: line {number}: block_size: at least 1 is wanted, not {step}")
-        tools, system = int(given.number("tool_tokens", 0)), int(given.number("system_tokens", 0))
+        tools, system = given.count("tool_tokens"), given.count("system_tokens")
         name = given.text("id") or f"{file.name}:{number}"
         heads = ((tools // step, _id("tools", tools)), ((tools + system) // step, _id("system", tools, system)))
         start_s = SPREAD_S * (_id("start", name) % 1000) / 1000
-        yield from _turns(file.name, number, row["requests"], name, start_s, heads)
+        yield from _turns(file.name, number, row.get("requests"), name, start_s, heads)
 
 
 def _turns(
@@ -355,8 +375,12 @@ def _turns(
     if not isinstance(rows, list):
         raise TraceError(f"{file}: line {line}: requests: a list is wanted, not {rows!r:.60}")
     for row in rows:
+        if not isinstance(row, dict):
+            raise TraceError(f"{file}: line {line}: requests: objects are wanted, not {row!r:.60}")
         given = _Row(file, line, row)
         if "requests" in row:  # A sub-agent: its times count from the session's start.
+            if session.count("/") >= AGENTS_DEEP_MAX:
+                raise TraceError(f"{file}: line {line}: requests: nested deeper than {AGENTS_DEEP_MAX} sub-agents")
             yield from _turns(file, line, row["requests"], f"{session}/{row.get('agent_id', '')}", start_s, heads)
             continue
         blocks = np.asarray(given.ids("hash_ids"), np.int64)
@@ -367,8 +391,10 @@ def _turns(
                 chain[first:end] = (owner >> 1) - np.arange(first, min(max(first, end), len(chain)))
                 first = max(first, end)
             spoken = row.get("input_types") or ()
+            if not isinstance(spoken, list | tuple | str):
+                raise TraceError(f"{file}: line {line}: input_types: a list is wanted, not {spoken!r:.60}")
             kind = f"{given.text('type')} {'tool' if 'tool_result' in spoken else 'text'}"
-            out = int(given.number("out", 0)) // 64
+            out = given.count("out") // 64
             yield Request(start_s + given.number("t"), chain, session, kind, given.text("stop"), out)
 
 
@@ -387,12 +413,12 @@ def _thoughts(file: _File) -> Iterator[Request]:
     """Each candidate continues a chain of thoughts; one that is chosen is continued by the next step."""
     try:
         problems = json.loads(file.data)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise TraceError(f"{file.name}: {e}") from e
     for number, problem in enumerate(problems):
         session = f"{file.name}:{number}"
         start_s = SPREAD_S * (_id("start", session) % 1000) / 1000
-        steps = problem["steps"] if isinstance(problem, dict) else problem
+        steps = problem.get("steps") if isinstance(problem, dict) else problem
         if not isinstance(steps, list):
             raise TraceError(f"{file.name}: problem {number}: steps: a list is wanted, not {steps!r:.60}")
         for step, row in enumerate(steps):
@@ -438,7 +464,10 @@ def _burst(file: _File) -> Lengths:
 
 
 def _csv_lengths(file: _File, at: str, asked: str, answered: str) -> Lengths:
-    rows = csv.DictReader(io.StringIO(file.data.decode("utf-8-sig")))
+    try:
+        rows = csv.DictReader(io.StringIO(file.data.decode("utf-8-sig")))
+    except UnicodeDecodeError as e:
+        raise TraceError(f"{file.name}: no CSV: {e}") from e
     totals, times = [0, 0], []
     for number, row in enumerate(rows, 2):
         fields = {(k or "").strip().lower(): v for k, v in row.items()}

@@ -223,6 +223,8 @@ def unpack_registration(packed: bytes, silence_s: float) -> Registration | None:
         record = AgentRecord(agent, int(epoch, 16), address)
     except (msgspec.DecodeError, ValueError):
         return None
+    if not 0 <= record.epoch < 1 << 64:
+        return None
     return Registration(record, is_fenced, silence_s if silence_s >= 0 else None)
 
 

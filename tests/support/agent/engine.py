@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_api import wire
@@ -116,6 +118,24 @@ async def steps_until(fact: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0)
     pytest.fail("did not become true")
+
+
+async def close_clean(engine: Engine) -> None:
+    """End the connection, let all time pass, and see that nothing holds a block, a slot or a session any more."""
+    node = engine.core.node
+    engine.verbs.end(engine.at)
+    engine.clock.now_s += 2e9
+    Sweeper(engine.core.cache, engine.authenticator).expire()
+
+    assert (len(node.leases), len(node.pins), len(node.reservations)) == (0, 0, 0)
+    assert not any(s.owners for s in node.sessions)
+    tier = node.tiers[0]
+    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room"), node.clock()).pop()) is not None:
+        if not entry.is_held:
+            node.drop_copy(entry, tier)
+    assert node.contents(tier).blocks == sum(e.is_held for e in node.index if e.residence(tier))
+    assert tier.backend.used_bytes <= SLOTS * BLOCK_BYTES
+    await close(engine)
 
 
 async def close(engine: Engine) -> None:

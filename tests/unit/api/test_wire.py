@@ -89,3 +89,12 @@ def test_no_request_names_more_than_its_verb_may_take(request_: wire.AnyRequest)
     body = wire.encode(request_)[4:]
     with pytest.raises(InvalidInputError, match="limit"):
         wire.decode_request(body)
+
+
+@pytest.mark.parametrize("behind", [b"\x91" * 20_000, b"\x81\xa1a" * 20_000])
+def test_a_frame_that_is_nested_too_deeply_behind_its_fields_is_malformed(behind: bytes) -> None:
+    with pytest.raises(InvalidInputError, match="malformed request"):
+        wire.decode_request(b"\x93\xa5Stats\x01" + behind)
+    assert wire.refused_id(b"\x93\xa5Stats\x01" + behind) == 0
+    with pytest.raises(InvalidInputError, match="malformed reply"):
+        wire.decode_reply(b"\x96\xa4Done\x01\x01\x01\xa0" + behind)

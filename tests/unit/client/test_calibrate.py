@@ -173,3 +173,26 @@ def test_the_command_wants_a_layout(tmp_path: Path, capsys: pytest.CaptureFixtur
         main(["calibrate", str(tmp_path / "kv.npy")])
 
     assert "--model and --revision are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.npy", b""),
+        ("a.npy", b"\x93NUMPY\x01\x00\x10\x00{'shape':(2,1,   \n"),
+        ("a.npy", b"PK\x03\x04" + bytes(30)),
+        ("a.safetensors", (3000).to_bytes(8, "little") + b"[" * 3000),
+        (
+            "a.safetensors",
+            (60).to_bytes(8, "little")
+            + b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'.ljust(60)
+            + b"\0\0\0\0",
+        ),
+    ],
+)
+def test_a_file_that_is_no_capture_is_refused_by_name(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+
+    with pytest.raises(InvalidInputError, match=name):
+        read(path)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.manifest_text import read
-from kvstrata_api.validate import every_problem, validate
+from kvstrata_api.validate import every_problem, parse, validate
 from kvstrata_client.cli import main
 from support.kube import bad_manifests
 
@@ -218,3 +219,62 @@ def test_keys_with_dots_have_their_own_lines() -> None:
     assert placed.line("spec.tiers[7].type") == 5
     assert placed.text("spec.nodeSelector.a.b/c") == "d"
     assert placed.text("spec.tiers[0].absent") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: !!int x\n", "2: 'x' is no int"),
+        ("a: !!float x", "1: 'x' is no float"),
+        ("a: !!bool x", "1: 'x' is no bool"),
+        ("a: !!timestamp x", "1: 'x' is no timestamp"),
+        ("a: " + "1" * 5000, "1: '1111111111111111111111111111111111111111' is no int"),
+        ("a: 1\nb: \x00", "2: character 0x0 is not allowed"),
+        ("a: " + "[" * 3000, "1: nested too deeply, limit 100 levels"),
+        ("a: " + "[" * 200 + "]" * 200, "1: nested too deeply"),
+        ("&a {items: [*a]}", "1: nested too deeply, or in itself by an alias"),
+        ("spec: &a {x: *a}", "1: nested too deeply, or in itself by an alias"),
+        ("a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+            f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+        ), "1: aliases stand for"),
+        ("~: 1", "1: key None: a text wanted"),
+    ],
+)  # fmt: skip
+def test_what_no_manifest_can_be_is_refused_with_its_line(text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        list(read(text))
+    assert str(refused.value).startswith(said)
+
+
+def test_keys_are_texts_as_kubectl_makes_them() -> None:
+    (placed,) = read("1: a\ntrue: b\n1.5: c\n")
+
+    assert placed.obj == {"1": "a", "true": "b", "1.5": "c"}
+    assert all(one.field for one in every_problem({**placed.obj, "kind": "KVPool", "apiVersion": "kvstrata.io/v1"}))
+
+
+def test_a_field_that_is_null_is_absent_to_rules_and_models() -> None:
+    obj = yaml.safe_load((Path(__file__).parents[3] / "crds/examples/kvpool-minimal.yaml").read_text())
+    typed = parse("KVPool", obj)
+    obj["spec"]["policy"] = None
+    obj["spec"]["tiers"][0] |= {"encryption": None, "hostDRAM": None, "name": None}
+    obj["metadata"]["labels"] = None
+
+    assert every_problem(obj) == []
+    assert parse("KVPool", obj) == typed
+
+
+def test_an_object_of_another_version_has_its_problems_told_and_breaks_no_rule_of_shape() -> None:
+    found = every_problem({"apiVersion": "kvstrata.io/v9", "kind": "KVPool", "metadata": {"name": "a"}, "spec": {}})
+
+    assert {one.field for one in found} == {"apiVersion", "spec.tiers"}
+
+
+def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    base = {"apiVersion": "kvstrata.io/v1alpha1", "kind": "KVPool", "metadata": {"name": "a"}}
+
+    assert [one.value for one in validate({**base, "spec": deep})] == ["<array>"]
+    assert [one.value for one in validate({**base, "spec": 1 << 100_000})] == ["<integer>"]

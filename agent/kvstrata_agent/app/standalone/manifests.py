@@ -19,7 +19,7 @@ from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.trust import Identity
-from kvstrata_api.validate import PROBLEMS_MAX, validate
+from kvstrata_api.validate import PROBLEMS_MAX, validate, without_nulls
 
 Json = Mapping[str, Any]
 
@@ -72,6 +72,7 @@ def manifest_of(
         objects = (*objects, *defaults)
     ours = [_placed(o) for o in objects if _is_ours(o)]
     _check(ours, before)
+    ours = [without_nulls(o["kind"], o) for o in ours]
     chosen = _chosen(ours, pool)
     kept = [o for o in ours if o["kind"] != "KVPool" or o is chosen]
     namespaces = [o for o in objects if o.get("kind") == "Namespace" and o.get("apiVersion") == "v1"]

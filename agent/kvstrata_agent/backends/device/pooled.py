@@ -259,13 +259,17 @@ def check_superblock(page: bytes, wanted: Superblock, where: Path) -> bool:
     text, digest = page[:-16].rstrip(b"\0"), page[-16:]
     if xxh3_128(text) != digest or _MAGIC.encode() not in text:
         return False
-    found = json.loads(text)
-    if found["format"] != _FORMAT:
-        raise InvalidInputError(f"cxl.pooled.path {where}: format {found['format']}, this version has {_FORMAT}")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        version = found.get("format") if isinstance(found, dict) else text[:80]
+        raise InvalidInputError(f"cxl.pooled.path {where}: format {version!r:.80}, this version has {_FORMAT}")
     for name, value in (("pool", wanted.pool), ("size_bytes", wanted.size_bytes)):
-        if found[name] != value:
+        if found.get(name) != value:
             raise InvalidInputError(
-                f"cxl.pooled.path {where}: it belongs to {name} {found[name]}, not {value}; clear its first "
+                f"cxl.pooled.path {where}: it belongs to {name} {found.get(name)!s:.80}, not {value}; clear its first "
                 f"{HEAD_BYTES} B where no host uses it any more"
             )
     return True

@@ -27,7 +27,7 @@ FORMAT: Final = 2
 SEALED_FORMAT: Final = 3
 """The same with sealed records and a sealed index. Either kind of store finds nothing of the other and removes it."""
 
-_READABLE: Final = frozenset({1, FORMAT, SEALED_FORMAT})
+_READABLE: Final = (1, FORMAT, SEALED_FORMAT)  # No set: what JSON holds need not be hashable.
 _POOL_FORMAT: Final = 1
 _TOLERATED: Final = frozenset({"lost+found", POOL_FILE + NEW_SUFFIX})
 """A fresh ext4 has lost+found; a crash in the middle of the first claim leaves the other."""
@@ -112,7 +112,7 @@ async def _load(volume: Volume, name: str) -> dict[str, Any]:
     where = f"{volume.where}/{name}"
     try:
         content = json.loads(await volume.load(name))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InvalidInputError(f"{where}: not a claim file of kvstrata: {e}") from e
     if not isinstance(content, dict):
         raise InvalidInputError(f"{where}: not a claim file of kvstrata")

@@ -206,14 +206,17 @@ def unpack_body(whole: memoryview, secret: bytes, extra_bytes: int = 0) -> Body 
     tag = bytes(whole[size_bytes - _TAG_BYTES : size_bytes])
     if not hmac.compare_digest(tag, _tag(sealed, secret, b"kvstrata.index")):
         return None
-    names, at = _unpack_segments(whole, segments, is_sealed=extra_bytes > 0)
-    known, at = _unpack_kinds(whole, at, kinds)
+    try:
+        names, at = _unpack_segments(sealed, segments, is_sealed=extra_bytes > 0)
+        known, at = _unpack_kinds(sealed, at, kinds)
+    except (struct.error, UnicodeDecodeError):
+        return None
     listed = []
     for name, scope in names:
         end = at + name.slots * ENTRY_BYTES + extra_bytes
-        listed.append(Listed(name, scope, whole[at:end]))
+        listed.append(Listed(name, scope, sealed[at:end]))
         at = end
-    return Body(generation, next_segment, known, tuple(listed))
+    return Body(generation, next_segment, known, tuple(listed)) if at == len(sealed) else None
 
 
 def _unpack_segments(

@@ -120,7 +120,7 @@ class OtherStores:
         try:
             claim = json.loads(marker_bytes)
             secret, version = bytes.fromhex(claim["secret"]), claim["format"]
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise BackendFailedError(f"{marker}: not a claim file of kvstrata: {e}") from e
         if version != (FORMAT if self._keys is None else SEALED_FORMAT):
             raise BackendFailedError(f"{marker}: format {version}, ours is sealed: {self._keys is not None}")

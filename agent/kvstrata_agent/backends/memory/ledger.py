@@ -200,9 +200,12 @@ def unpack_header(page: bytes) -> LedgerHeader | None:
         return None
     if magic != MAGIC or version not in (VERSION, _VERSION_WITHOUT_WRITER) or stride * slots > size:
         return None
-    scope = ScopeId(text[:scope_length].decode())
-    writer = page[_HEADER.size : end].decode() if version == VERSION else sole_writer(scope)
-    return LedgerHeader(extent, stride, slots, size, boot.rstrip(b"\0").decode(), scope, writer)
+    try:
+        scope = ScopeId(text[:scope_length].decode())
+        writer = page[_HEADER.size : end].decode() if version == VERSION else sole_writer(scope)
+        return LedgerHeader(extent, stride, slots, size, boot.rstrip(b"\0").decode(), scope, writer)
+    except UnicodeDecodeError:
+        return None
 
 
 def pack_record(record: Record, extent: int, index: int, stamp: int) -> bytes:

@@ -151,7 +151,7 @@ class ObjectSlots:
         return frozenset(chosen)
 
 
-_READABLE: Final = frozenset({VERSION, SEALED_VERSION})
+_READABLE: Final = (VERSION, SEALED_VERSION)  # No set: what JSON holds need not be hashable.
 
 
 class ObjectStoreTier(OptionalCapabilities):
@@ -418,7 +418,7 @@ async def open_object_tier(
     try:
         content: dict[str, Any] = json.loads(before) if before else _fresh_marker()
         secret, run = bytes.fromhex(content["secret"]), int(content["run"]) + 1
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidInputError(f"{client.url}/{path}: not a claim of kvstrata: {e}") from e
     if content.get("format") not in _READABLE:
         raise InvalidInputError(

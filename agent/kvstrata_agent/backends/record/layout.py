@@ -90,11 +90,15 @@ def unpack_header(page: bytes | memoryview, extent: int, offset: int, secret: by
     ) = _FIELDS.unpack(fields)  # fmt: skip
     if version != VERSION or at_extent != extent or at_offset != offset:
         return None
+    try:
+        names = scope[:scope_length].decode(), codec[:codec_length].decode()
+    except UnicodeDecodeError:
+        return None
     return stamp, Record(
-        key=BlockKey(ScopeId(scope[:scope_length].decode()), digest),
+        key=BlockKey(ScopeId(names[0]), digest),
         parent=parent[:parent_length],
         layout_id=LayoutId(layout_id),
-        codec=codec[:codec_length].decode(),
+        codec=names[1],
         raw_bytes=raw_bytes,
         stored_bytes=stored_bytes,
         checksum=checksum,
@@ -195,7 +199,8 @@ class SealedForm:
             return Unread(scope_tag)
         closed = bytes(page[_OPEN.size : _CLOSED_END])
         fields = key.open_small(_HEADER_PART, closed, self._header_bound(opening, scope))
-        return None if fields is None else (stamp, _unpack(fields, scope))
+        record = None if fields is None else _unpack(fields, scope)
+        return None if record is None else (stamp, record)
 
     def _header_bound(self, opening: bytes, scope: ScopeId) -> bytes:
         return opening + scope.encode() + self.secret
@@ -219,15 +224,20 @@ def _pack(record: Record) -> bytes:
     )  # fmt: skip
 
 
-def _unpack(fields: bytes, scope: ScopeId) -> Record:
+def _unpack(fields: bytes, scope: ScopeId) -> Record | None:
+    """Record of opened fields; None where a name is no text."""
     (
         epoch, raw_bytes, stored_bytes, checksum, layout_id, digest, parent, parent_length, codec_length, codec,
     ) = _CLOSED.unpack(fields)  # fmt: skip
+    try:
+        codec_name = codec[:codec_length].decode()
+    except UnicodeDecodeError:
+        return None
     return Record(
         key=BlockKey(scope, digest),
         parent=parent[:parent_length],
         layout_id=LayoutId(layout_id),
-        codec=codec[:codec_length].decode(),
+        codec=codec_name,
         raw_bytes=raw_bytes,
         stored_bytes=stored_bytes,
         checksum=checksum,

@@ -206,3 +206,9 @@ def test_the_format_is_as_documented_bit_for_bit(monkeypatch: pytest.MonkeyPatch
     assert whole[48:80] == b"s" * 32
     assert whole[242:HEADER_BYTES] == bytes(HEADER_BYTES - 242)
     assert hashlib.sha256(whole).hexdigest() == "4f7b17788a5f7bca3d8ae5177570a5f0244b0671e2ebad3343105c00fc007680"
+
+
+@pytest.mark.parametrize("line", ["k1:\xff\xff", "k1:\u2028", "k1:!", "k1"])
+def test_a_line_that_is_no_kek_is_named(line: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"KEK"):
+        keks_of_text(line)

@@ -1,5 +1,6 @@
 """Laws of record headers and of the claim of a directory."""
 
+import hashlib
 import json
 import os
 import stat
@@ -75,6 +76,24 @@ def test_a_header_of_another_store_or_a_hole_does_not_count() -> None:
 
     assert unpack_header(page, SLOT.extent, SLOT.offset, bytes(32)) is None
     assert unpack_header(bytes(HEADER_BYTES), SLOT.extent, SLOT.offset, SECRET) is None
+
+
+@pytest.mark.parametrize("at", [140, 180])
+def test_a_name_that_is_no_text_is_no_header_whoever_has_signed_it(at: int) -> None:
+    fields = bytearray(pack_header(RECORD, SLOT, SECRET)[:700])
+    fields[at : at + 4] = b"\xff\xff\xff\xff"
+    tag = hashlib.blake2b(fields, key=SECRET, digest_size=16, person=b"kvstrata.record").digest()
+
+    assert unpack_header(bytes(fields) + tag, SLOT.extent, SLOT.offset, SECRET) is None
+
+
+@pytest.mark.parametrize("marker", ['{"format": [], "secret": ""}', '{"a":' * 5000, "[" * 5000])
+async def test_a_marker_of_odd_json_is_refused_by_name(tmp_path: Path, marker: str) -> None:
+    await _claim_once(tmp_path, "pool-a", "node-1")
+    (tmp_path / "node-1" / STORE_FILE).write_text(marker)
+
+    with pytest.raises(InvalidInputError, match=STORE_FILE):
+        await claimed(tmp_path, "pool-a", "node-1")
 
 
 @pytest.mark.parametrize(

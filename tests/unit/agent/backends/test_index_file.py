@@ -229,3 +229,13 @@ def test_a_full_store_with_two_indexes_is_within_its_capacity(size_bytes: int) -
         assert CAPACITY_BYTES * 0.8 < volume.peak_bytes <= CAPACITY_BYTES
 
     run_virtually(scenario())
+
+
+@pytest.mark.parametrize(("at", "value"), [(32, 9), (36, 9), (72, 0xFF00), (76, 0xFFFFFFFF)])
+def test_an_index_that_does_not_add_up_is_none_whoever_has_signed_it(at: int, value: int) -> None:
+    whole = packed(body_of([ONE, None]))
+    assert unpack_body(whole, SECRET) is not None
+    whole[at : at + 4] = value.to_bytes(4, "little")
+    seal(whole, SECRET)
+
+    assert unpack_body(whole, SECRET) is None

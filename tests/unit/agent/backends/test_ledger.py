@@ -141,3 +141,12 @@ def test_memory_of_an_agent_that_noted_no_writers_is_its_tenants_or_nobodys(scop
 def test_records_are_aligned_to_their_size() -> None:
     assert HEADER_BYTES % RECORD_BYTES == 0
     assert file_bytes(3) == HEADER_BYTES + 3 * RECORD_BYTES
+
+
+def test_a_header_with_a_name_that_is_no_text_is_none_whoever_has_checked_it() -> None:
+    page = bytearray(pack_header(LedgerHeader(1, 4096, 1, 4096, "b" * 36, SCOPE, "a")))
+    end = 598  # Of the fixed fields and a writer of one byte.
+    page[end - 1 : end] = b"\xff"
+    page[end : end + 8] = xxhash.xxh3_64_digest(bytes(page[:end]))
+
+    assert unpack_header(bytes(page)) is None

@@ -204,3 +204,11 @@ def test_a_question_for_growing_blocks_is_read_as_it_was_asked() -> None:
 def test_a_question_for_growing_blocks_that_makes_no_sense_is_refused(asked: wire.Follow) -> None:
     with pytest.raises(InvalidInputError, match="part_bytes"):
         wire.decode_question(wire.encode(asked)[wire.LENGTH_BYTES :])
+
+
+def test_a_frame_that_is_nested_too_deeply_behind_its_fields_is_malformed() -> None:
+    behind = b"\x91" * 20_000
+    with pytest.raises(InvalidInputError, match="malformed question"):
+        wire.decode_question(b"\x93\xa8Describe\x01" + behind)
+    with pytest.raises(InvalidInputError, match="malformed answer"):
+        wire.decode_answer(b"\x93\xa4Done\x01" + behind)

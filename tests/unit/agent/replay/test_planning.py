@@ -283,8 +283,10 @@ def test_a_size_that_the_api_server_refuses_is_refused() -> None:
             "engine.utilization: 2: Input should be less than or equal to 1",
         ),
         ("gpuHour: 1\ntiers: {Tape: {}}", "tiers.Tape"),
-        ("- 1", "a mapping is wanted"),
-        ("a: [", "while parsing"),
+        ("- 1", "line 1: list, a mapping wanted"),
+        ("a: [", "line 1: expected the node content"),
+        ("a: " + "[" * 500, "nested too deeply"),
+        ("gpuHour: !!int x", "line 1: 'x' is no int"),
     ],
 )
 def test_bad_hardware_is_refused_by_field_value_and_limit(text: str, said: str) -> None:

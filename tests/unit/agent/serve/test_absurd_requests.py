@@ -9,12 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_api import wire
 from kvstrata_api.errors import KvStrataError
-from support.agent.doubles import BLOCK_BYTES, LAYOUT, SCOPE, digest
-from support.agent.engine import SLOTS, Engine, close
+from support.agent.doubles import LAYOUT, SCOPE, digest
+from support.agent.engine import Engine, close_clean
 from support.runner.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.unit
@@ -66,7 +64,6 @@ def requests() -> st.SearchStrategy[Any]:
 
 async def ask_all(every: list[Any]) -> None:
     engine = await Engine().attach()
-    node, verbs = engine.core.node, engine.verbs
     await engine.store(1, 2, 3)
     for request in every:
         body = wire.encode(request)[4:]
@@ -74,19 +71,7 @@ async def ask_all(every: list[Any]) -> None:
             await engine.ask(wire.decode_request(body))
         except KvStrataError:
             continue
-    verbs.end(engine.at)
-    engine.clock.now_s += 2e9
-    Sweeper(engine.core.cache, engine.authenticator).expire()
-
-    assert (len(node.leases), len(node.pins), len(node.reservations)) == (0, 0, 0)
-    assert not any(s.owners for s in node.sessions)
-    tier = node.tiers[0]
-    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room"), node.clock()).pop()) is not None:
-        if not entry.is_held:
-            node.drop_copy(entry, tier)
-    assert node.contents(tier).blocks == sum(e.is_held for e in node.index if e.residence(tier))
-    assert tier.backend.used_bytes <= SLOTS * BLOCK_BYTES
-    await close(engine)
+    await close_clean(engine)
 
 
 @given(st.lists(requests(), max_size=12))
