@@ -28,6 +28,7 @@ KILLS: Final = 4
 AUC_MAX: Final = 0.1
 P_MAX: Final = 1e-4
 """A difference of times that counts on a machine that is shared: both (those of the short threat T1, but for the area)."""
+NAME_CHARS_MIN: Final = 12
 P99_GROWTH_MAX, P99_S_MAX = 20.0, 1.0
 MEMORY_GROWTH_MAX: Final = 256 << 20
 DISK_BYTES: Final = 16 << 20
@@ -176,25 +177,28 @@ def nobody(arena: Arena) -> Result:
 
 def listing(arena: Arena) -> Result:
     """A process without credentials asks the management port what is stored."""
-    arena.stored()
-    with suppress(TimeoutError):
-        arena.system._wait_for_files()
+    prompts = arena.stored()
+    keys = arena.caller("a").ask("keys", prompts=prompts)["keys"]
+    names = {name for named in keys.values() for name in _texts(named)}
     said = arena.system.listed()
-    keys = str(arena.caller("a").ask("keys", prompts=[0])["keys"]["0"])
     if not said:
-        return Result(Seen.ABSENT, "no port lists blocks")
-    is_told = "m@" in said or '"chunk_hash"' in said or '"m"' in said
-    line = " ".join(said.split())[:160]
-    salt = next((s for s in keys.split("'") if len(s) == 16 and s in said), "")
-    told = f"the owner's salt is in the answer; {line}" if salt else line
-    return Result(Seen.TOLD if is_told else Seen.REFUSED, told)
+        return Result(Seen.ABSENT, "it has no management port")
+    told = [f"{place} tells {name}" for place, text in said.items() for name in sorted(names) if name in text]
+    line = f"asked {', '.join(said)}: " + (told[0] if told else "none names a key, a salt or a scope")
+    return Result(Seen.TOLD if told else Seen.MISS, line)
+
+
+def _texts(named: Mapping[str, Any]) -> Iterator[str]:
+    """Names of blocks, long enough not to be found by chance."""
+    for value in named.values():
+        yield from (text for text in (value if isinstance(value, list) else [value]) if len(text) >= NAME_CHARS_MIN)
 
 
 def timing(arena: Arena) -> Result:
     """The attacker asks whether prompts are there: some that the owner stored, and as many that nobody stored."""
     count = 50 * arena.scale
     present, absent = arena.stored(count), arena.fresh(count)
-    for again in range(3):
+    for _ in range(3):
         order = [(prompt, True) for prompt in present] + [(prompt, False) for prompt in absent]
         arena.rng.shuffle(order)
         said = arena.caller("b").ask("probe", prompts=[prompt for prompt, _ in order])
@@ -209,7 +213,6 @@ def timing(arena: Arena) -> Result:
         if not told or hits.any():
             break
         absent = arena.fresh(count)
-        del again
     return Result(Seen.TOLD if told else Seen.MISS, line, {"auc": area, "p": p})
 
 
@@ -217,6 +220,10 @@ def stale(arena: Arena) -> Result:
     """A reader keeps a reference, the blocks are deleted, their memory is used again, and the reader reads by it."""
     (prompt,) = arena.stored(1)
     reader = arena.caller("a")
+    reader.ask("hold", prompt=prompt)
+    fresh = reader.ask("redeem", owner="a", prompts=[prompt])
+    if fresh.get("right") != BLOCKS:
+        return Result(Seen.FAILED, f"the reference gives {fresh} before anything is deleted")
     held = reader.ask("hold", prompt=prompt)
     dropped = reader.ask("drop", prompts=[prompt])
     if held.get("error") or dropped.get("error"):
@@ -237,11 +244,11 @@ def stale(arena: Arena) -> Result:
 def _at_rest(arena: Arena, damage: Callable[[Sequence[Path], list[bytes]], int]) -> Result:
     """Let blocks come to rest, damage their files, and load them."""
     prompts = arena.stored(4)
-    blocks = [bytes(block) for prompt in prompts for block in content("a", prompt)]
     try:
-        arena.system.rest(arena.caller("a"), prompts)
+        prompts = arena.system.rest(arena.caller("a"), prompts)
     except TimeoutError as e:
         return Result(Seen.FAILED, f"the blocks do not come to rest: {e}")
+    blocks = [bytes(block) for prompt in prompts for block in content("a", prompt)]
     touched = damage(arena.system.files(), blocks)
     arena.system.wake()
     if not touched:

@@ -81,8 +81,8 @@ class Caller(Protocol):
     def connect(self, count: int) -> int:
         """Open that many more connections and keep them, saying nothing; how many were accepted."""
 
-    def rest(self, prompts: Sequence[int]) -> None:
-        """Bring blocks to files as far as that is the client's; systems with a server do it by themselves."""
+    def rest(self, prompts: Sequence[int]) -> list[int]:
+        """Bring blocks to files as far as that is the client's, and out of memory; the prompts that are there."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -126,8 +126,7 @@ class Answers:
             case "drop":
                 return {"error": "; ".join(_each(asked["prompts"], caller.drop)[1])}
             case "rest":
-                caller.rest(asked["prompts"])
-                return {}
+                return {"prompts": caller.rest(asked["prompts"])}
             case "hold":
                 caller.hold(asked["prompt"])
                 return {}

@@ -119,8 +119,10 @@ class LMCacheCaller:
         return {"salt": self._salt}
 
     def forge(self, how: str, stolen: dict[str, Any], prompt: int) -> Sequence[Block]:
-        """See `Caller`: the tenant's name for a salt, or the salt itself. There is nothing to leave out for `none`."""
-        return self._load(prompt, stolen["tenant"] if how == "guess" else stolen["salt"])
+        """See `Caller`: for a salt the tenant's name or none, or the salt itself. There is nothing to leave out for `none`."""
+        if how == "guess":
+            return self._load(prompt, stolen["tenant"]) or self._load(prompt, "")
+        return self._load(prompt, stolen["salt"])
 
     def hold(self, prompt: int) -> None:
         """See `Caller`: a lookup that has locked what it found."""
@@ -150,8 +152,9 @@ class LMCacheCaller:
             self._idle += [socket.create_connection(("127.0.0.1", self._port), 2.0) for _ in range(count)]
         return len(self._idle)
 
-    def rest(self, prompts: Sequence[int]) -> None:
-        """See `Caller`."""
+    def rest(self, prompts: Sequence[int]) -> list[int]:
+        """See `Caller`: the server does it by itself."""
+        return list(prompts)
 
     def close(self) -> None:
         """See `Caller`."""

@@ -25,7 +25,8 @@ from redteam.callers import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Block, serve, tok
 HOST = "127.0.0.1"
 SEGMENT_BYTES = 64 << 20
 ALIGN_BYTES = 16 << 20
-REST_S = 40.0
+REST_S = 15.0
+POLL_S = 0.1
 MISSING = -704
 """OBJECT_NOT_FOUND."""
 
@@ -153,24 +154,23 @@ class MooncakeCaller:
             self._idle += [socket.create_connection((HOST, self._port), 2.0) for _ in range(count)]
         return len(self._idle)
 
-    def rest(self, prompts: Sequence[int], within_s: float = REST_S) -> None:
-        """Wait until the blocks lie in files, then have them leave memory. Raises `TimeoutError`."""
-        names = [name for prompt in prompts for name in self._names(prompt)]
-        until_s = time.monotonic() + within_s
-        while True:
-            described = self._store.batch_get_replica_desc(names)
-            left = [n for n in names if not any(r.is_local_disk_replica() for r in described.get(n, ()))]
-            if not left:
-                break
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"{len(left)} of {len(names)} blocks are not in files after {within_s} s")
-            time.sleep(0.1)
-        in_memory = set(names)
-        while in_memory:
+    def rest(self, prompts: Sequence[int]) -> list[int]:
+        """See `Caller`: its heartbeat writes full buckets; what it leaves out of them is never written."""
+        names = {name: prompt for prompt in prompts for name in self._names(prompt)}
+        written: set[str] = set()
+        until_s = time.monotonic() + REST_S
+        while len(written) < len(names) and time.monotonic() < until_s:
+            described = self._store.batch_get_replica_desc(list(names))
+            written = {n for n in names if any(r.is_local_disk_replica() for r in described.get(n, ()))}
+            time.sleep(POLL_S)
+        there = [prompt for prompt in prompts if written.issuperset(self._names(prompt))]
+        in_memory = {name for prompt in there for name in self._names(prompt)}
+        while in_memory and time.monotonic() < until_s + REST_S:
             in_memory -= set(self._store.batch_replica_clear(sorted(in_memory), self._store.get_hostname()))
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"{len(in_memory)} of {len(names)} blocks stay in memory")
-            time.sleep(0.1)
+            time.sleep(POLL_S)
+        if in_memory or not there:
+            raise TimeoutError(f"{len(written)} of {len(names)} blocks in files, {len(in_memory)} stay in memory")
+        return there
 
     def close(self) -> None:
         """See `Caller`."""

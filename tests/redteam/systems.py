@@ -3,13 +3,13 @@
 Each is served on the loopback or a unix socket, has two tenants, `a` and `b`, and a directory for what it writes.
 """
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -62,11 +62,15 @@ class System(ABC):
     def pids(self) -> Sequence[int]:
         """Processes that serve."""
 
-    def rest(self, owner: Driver, prompts: Sequence[int]) -> None:
-        """Bring what is stored to files, and stop, so that it is read from there. Raises `TimeoutError`."""
-        del owner, prompts
+    def rest(self, owner: Driver, prompts: list[int]) -> list[int]:
+        """Bring what is stored to files, and stop, so that it is read from there; those prompts that are there.
+
+        Raises `TimeoutError`.
+        """
+        del owner
         self._wait_for_files()
         self.stop()
+        return prompts
 
     def stop(self) -> None:
         """End what serves as an administrator does."""
@@ -76,9 +80,9 @@ class System(ABC):
         """Serve again what lies in files."""
         self.start()
 
-    def listed(self) -> str:
-        """What a management port tells of the tenants' blocks without credentials; empty where there is nothing."""
-        return ""
+    def listed(self) -> Mapping[str, str]:
+        """What management ports tell without credentials, by path; empty where there are none."""
+        return {}
 
     def caller(self, who: str) -> Driver:
         """A client in a process of its own, attached. Raises `AbsentError`."""
@@ -141,10 +145,16 @@ class Kvstrata(System):
         """See `System`."""
         self.up.stop()
 
-    def rest(self, owner: Driver, prompts: Sequence[int]) -> None:
+    def rest(self, owner: Driver, prompts: list[int]) -> list[int]:
         """See `System`: the agent writes what it holds when it is told to end."""
-        del owner, prompts
+        del owner
         self.stop()
+        return prompts
+
+    def listed(self) -> Mapping[str, str]:
+        """See `System`: the agent's metrics."""
+        address = json.loads(self.up.ready_file.read_text())["metrics"]
+        return {"/metrics": _fetched(f"http://{address}/metrics")}
 
     def command(self, who: str) -> Command:
         """See `System`."""
@@ -207,13 +217,6 @@ class Server(System):
         assert self._process is not None
         return [self._process.pid]
 
-    def _fetched(self, url: str) -> str:
-        try:
-            with urllib.request.urlopen(url, timeout=10.0) as answer:
-                return str(answer.read(65_536).decode(errors="replace"))
-        except (OSError, urllib.error.URLError) as e:
-            return f"{type(e).__name__}: {e}"
-
 
 @dataclass
 class LMCache(Server):
@@ -238,9 +241,10 @@ class LMCache(Server):
         arguments = (str(self._free_ports(2)[0]), self.salts.get(who, ""))
         return Command("lmcache", _python("lmcache"), "redteam.lmcache_caller", arguments, CODE)
 
-    def listed(self) -> str:
+    def listed(self) -> Mapping[str, str]:
         """See `System`."""
-        return self._fetched(f"http://{HOST}:{self._free_ports(2)[1]}/cache/objects?tier=l2&page_size=5")
+        paths = ("/cache/objects?tier=l2", "/cache/objects?tier=l1", "/quota", "/status", "/metrics")
+        return {path: _fetched(f"http://{HOST}:{self._free_ports(2)[1]}{path}") for path in paths}
 
 
 @dataclass
@@ -270,18 +274,28 @@ class Mooncake(Server):
         arguments = (str(self._free_ports(2)[0]), name, disk)
         return Command("mooncake", _python("mooncake"), "redteam.mooncake_caller", arguments, CODE)
 
-    def rest(self, owner: Driver, prompts: Sequence[int]) -> None:
+    def rest(self, owner: Driver, prompts: list[int]) -> list[int]:
         """See `System`: the store that holds the blocks writes them by itself, and is told to clear its memory."""
-        answer = owner.ask("rest", prompts=list(prompts))
+        answer = owner.ask("rest", prompts=prompts)
         if "error" in answer:
             raise TimeoutError(answer["error"])
+        return list(answer["prompts"])
 
     def wake(self) -> None:
         """See `System`: nothing was stopped."""
 
-    def listed(self) -> str:
+    def listed(self) -> Mapping[str, str]:
         """See `System`."""
-        return self._fetched(f"http://{HOST}:{self._free_ports(2)[1]}/get_all_keys")
+        return {"/get_all_keys": _fetched(f"http://{HOST}:{self._free_ports(2)[1]}/get_all_keys")}
+
+
+def _fetched(url: str) -> str:
+    """What an address answers to whoever asks, or why it does not."""
+    try:
+        with urllib.request.urlopen(url, timeout=10.0) as answer:
+            return str(answer.read(1 << 20).decode(errors="replace"))
+    except OSError as e:  # `URLError` is one.
+        return f"{type(e).__name__}: {e}"
 
 
 def _python(name: str) -> Path:
