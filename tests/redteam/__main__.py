@@ -50,6 +50,10 @@ def arena(entry: Entry, scale: int, *, is_small: bool) -> Iterator[Arena]:
 
 def attack(entry: Entry, names: list[str], scale: int) -> Iterator[tuple[str, Result, float]]:
     """Try attacks on one system: those that may share one, then those that want one each."""
+    for name in names:
+        if entry.attacks and name not in entry.attacks:
+            yield name, Result(Seen.ABSENT, "it belongs to one engine process, has no port and no tenants"), 0.0
+    names = [name for name in names if not entry.attacks or name in entry.attacks]
     shared = [name for name in names if not ATTACKS[name].is_alone]
     groups = [shared] if shared else []
     for group in groups + [[name] for name in names if ATTACKS[name].is_alone]:
@@ -73,55 +77,51 @@ def _tried(made: Arena, name: str) -> tuple[str, Result, float]:
     return name, result, time.monotonic() - started_s
 
 
-def run(systems: list[str], attacks: list[str], scale: int) -> Json:
-    """All attacks on all systems; a line for each as it comes."""
-    rows = []
-    for system in systems:
-        entry = SYSTEMS[system]
-        for name, result, took_s in attack(entry, attacks, scale):
-            row = {
-                "system": system,
-                "attack": name,
-                "seen": str(result.seen),
-                "outside": entry.outside.get(name, ""),
-                "evidence": result.evidence,
-                "seconds": round(took_s, 1),
-                **({"values": dict(result.values)} if result.values else {}),
-            }
-            rows.append(row)
-            print(f"{system:18} {name:8} {result.seen:15} {took_s:6.1f} s  {result.evidence[:400]}", flush=True)
-    return {"rows": rows}
+def run(system: str, attacks: list[str], scale: int) -> Json:
+    """Attacks on one system, by name; a line for each as it comes."""
+    entry = SYSTEMS[system]
+    rows: Json = {}
+    for name, result, took_s in attack(entry, attacks, scale):
+        rows[name] = {
+            "seen": str(result.seen),
+            "evidence": result.evidence,
+            "seconds": round(took_s, 1),
+            **({"outside": entry.outside[name]} if name in entry.outside else {}),
+            **({"values": dict(result.values)} if result.values else {}),
+        }
+        print(f"{system:16} {name:8} {result.seen:15} {took_s:6.1f} s  {result.evidence}", flush=True)
+    return {**about(), "attacks": rows}
 
 
 def about() -> Json:
     """What was run, and on what."""
     commit = subprocess.run(("git", "rev-parse", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {
-        "commit": commit.strip(),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}",
-        "versions": {"LMCache": "0.5.6", "Mooncake": "0.3.13.post1"},
-    }
+    machine = f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
+    return {"commit": commit.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine}
 
 
-def main() -> int:
-    """Parse the command line and run; 1 when an attack harms kvstrata."""
+def kept(file: Path) -> Json:
+    """What a file tells of earlier runs, by system."""
+    return dict(json.loads(file.read_text())["redteam"]) if file.exists() else {}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run; 1 when an attack harms kvstrata, or could not be carried out on it."""
     parser = argparse.ArgumentParser(prog="redteam", description=__doc__)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="default: all")
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS, help="default: all")
     parser.add_argument("--full", action="store_true", help="twice the counts; default: short")
-    parser.add_argument("--json", type=Path, help="write the last line to this file, indented")
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="put what was seen into this file; other systems' part of it stays")
+    given = parser.parse_args(argv)
     end_on_sigterm()
-    said = {"redteam": {**about(), **run(given.systems, given.attacks, 2 if given.full else 1)}}
-    if given.json:
-        given.json.write_text(json.dumps(said, indent=1) + "\n")
-    print(json.dumps(said))
-    harmed = [
-        row for row in said["redteam"]["rows"]
-        if SYSTEMS[row["system"]].is_ours and row["seen"] in (*map(str, HARM), str(Seen.FAILED))
-    ]  # fmt: skip
-    return int(bool(harmed))
+    ran = {}
+    for system in given.systems:
+        ran[system] = run(system, given.attacks, 2 if given.full else 1)
+        if given.json:
+            given.json.write_text(json.dumps({"redteam": {**kept(given.json), **ran}}, indent=1) + "\n")
+    print(json.dumps({"redteam": ran}))
+    ours = [row["seen"] for name, said in ran.items() if SYSTEMS[name].is_ours for row in said["attacks"].values()]
+    return int(any(seen in HARM or seen == Seen.FAILED for seen in ours))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import mmap
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -24,14 +24,18 @@ from threats.samples import auc, ks_p
 
 PAGE_BYTES: Final = 4096
 PROMPTS: Final = 8
-KILLS: Final = 4
+KILLS: Final = 3
+BEYOND_MEMORY: Final = 1_200
+"""Prompts, which are 38 MB: more than the memory of systems that have files below it."""
+LOOKED_AT: Final = 60
+"""Of the prompts that were stored before a kill, besides those of the kill."""
 AUC_MAX: Final = 0.1
 P_MAX: Final = 1e-4
 """A difference of times that counts on a machine that is shared: both (those of the short threat T1, but for the area)."""
 NAME_CHARS_MIN: Final = 12
 P99_GROWTH_MAX, P99_S_MAX = 20.0, 1.0
 MEMORY_GROWTH_MAX: Final = 256 << 20
-DISK_BYTES: Final = 16 << 20
+DISK_BYTES: Final = 8 << 20
 """Of the disk that gets full."""
 
 
@@ -50,8 +54,8 @@ class Seen(StrEnum):
     """As though it were not there."""
     HELD = "held"
     """The right bytes, and service within its bounds."""
-    LOST = "lost"
-    """Right bytes or none, and more was lost than the attack touched."""
+    FULL = "full"
+    """Nothing new is taken; what was taken is served right."""
     WEDGED = "wedged"
     """It serves nothing any more, or not in time."""
     ABSENT = "not applicable"
@@ -228,8 +232,7 @@ def stale(arena: Arena) -> Result:
     dropped = reader.ask("drop", prompts=[prompt])
     if held.get("error") or dropped.get("error"):
         return Result(Seen.FAILED, f"hold: {held.get('error', '')}; drop: {dropped.get('error', '')}")
-    for _ in range(4):  # More than its memory holds, in parts, so that one answer is not waited for too long.
-        reader.ask("store", owner="a", prompts=arena.fresh(300))
+    reader.ask("store", owner="a", prompts=arena.fresh(BEYOND_MEMORY))
     found = reader.ask("redeem", owner="a", prompts=[prompt])
     line = f"after deletion and reuse the reference gave {found.get('right', 0)} blocks as stored, "
     line += f"{found.get('wrong', 0)} with other bytes, {found.get('missing', 0)} not"
@@ -253,7 +256,7 @@ def _at_rest(arena: Arena, damage: Callable[[Sequence[Path], list[bytes]], int])
     arena.system.wake()
     if not touched:
         return Result(Seen.FAILED, f"no block was found in {len(arena.system.files())} files")
-    with suppress(FailedError):
+    if arena.system.stops_to_rest:
         arena.attach("a")
     found = arena.caller("a").ask("load", owner="a", prompts=prompts)
     line = f"{touched} places changed; of {len(blocks)} blocks {found.get('wrong', 0)} were served with wrong bytes, "
@@ -346,15 +349,17 @@ def crash(arena: Arena) -> Result:
     """What serves is killed in the middle of writes, again and again; then everything is loaded."""
     wrong = right = 0
     errors: list[str] = []
-    written: list[int] = []
+    written = arena.fresh(BEYOND_MEMORY)
+    arena.caller("a").ask("store", owner="a", prompts=written)
     for _ in range(KILLS * arena.scale):
-        prompts = arena.fresh(400)
-        written += prompts
+        prompts = arena.fresh(200)
         arena.caller("a").send("store", owner="a", prompts=prompts)
         time.sleep(arena.rng.uniform(0.05, 0.8))  # The moment is drawn; nothing is waited for.
         arena.system.kill()
         arena.replace("a", arena.system.start)
-        found = arena.caller("a").ask("load", owner="a", prompts=written)
+        looked_at = [*arena.rng.sample(written, LOOKED_AT), *prompts]
+        written += prompts
+        found = arena.caller("a").ask("load", owner="a", prompts=looked_at)
         wrong, right = wrong + found.get("wrong", 0), right + found.get("right", 0)
         errors += [found["error"]] if found.get("error") else []
     (again,) = arena.fresh(1)
@@ -371,8 +376,8 @@ def crash(arena: Arena) -> Result:
 
 
 def full(arena: Arena) -> Result:
-    """Four times what the disk holds is stored."""
-    prompts = arena.fresh(DISK_BYTES * 4 // (BLOCKS * BLOCK_BYTES))
+    """Six times what the disk holds is stored, which is more than memory and disk hold together."""
+    prompts = arena.fresh(6 * DISK_BYTES // (BLOCKS * BLOCK_BYTES))
     stored = arena.caller("a").ask("store", owner="a", prompts=prompts)
     found = arena.caller("a").ask("load", owner="a", prompts=prompts)
     (again,) = arena.fresh(1)
@@ -385,7 +390,9 @@ def full(arena: Arena) -> Result:
     line += f"; {stored['error']}" if stored.get("error") else ""
     if found.get("wrong"):
         return Result(Seen.WRONG, line)
-    return Result(Seen.HELD if works else Seen.WEDGED, line)
+    if works:
+        return Result(Seen.HELD, line)
+    return Result(Seen.FULL if found.get("right") else Seen.WEDGED, line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from redteam.callers import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Block, serve, tokens
 
 HOST = "127.0.0.1"
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 32 << 20
 ALIGN_BYTES = 16 << 20
 REST_S = 15.0
 POLL_S = 0.1
@@ -155,7 +155,7 @@ class MooncakeCaller:
         return len(self._idle)
 
     def rest(self, prompts: Sequence[int]) -> list[int]:
-        """See `Caller`: its heartbeat writes full buckets; what it leaves out of them is never written."""
+        """See `Caller`: its heartbeat writes full buckets; what it leaves out of them stays in memory."""
         names = {name: prompt for prompt in prompts for name in self._names(prompt)}
         written: set[str] = set()
         until_s = time.monotonic() + REST_S
@@ -163,14 +163,13 @@ class MooncakeCaller:
             described = self._store.batch_get_replica_desc(list(names))
             written = {n for n in names if any(r.is_local_disk_replica() for r in described.get(n, ()))}
             time.sleep(POLL_S)
-        there = [prompt for prompt in prompts if written.issuperset(self._names(prompt))]
-        in_memory = {name for prompt in there for name in self._names(prompt)}
+        in_memory = set(written)
         while in_memory and time.monotonic() < until_s + REST_S:
             in_memory -= set(self._store.batch_replica_clear(sorted(in_memory), self._store.get_hostname()))
             time.sleep(POLL_S)
-        if in_memory or not there:
+        if in_memory or not written:
             raise TimeoutError(f"{len(written)} of {len(names)} blocks in files, {len(in_memory)} stay in memory")
-        return there
+        return [prompt for prompt in prompts if written.intersection(self._names(prompt))]
 
     def close(self) -> None:
         """See `Caller`."""

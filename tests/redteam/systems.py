@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import peers
 from bench.harness.drivers import ROOT, WITH_PARENT, Command, Driver
@@ -45,6 +45,8 @@ class System(ABC):
 
     home: Path
     disk: Path
+    stops_to_rest: ClassVar[bool] = True
+    """Whether it is another process that reads from files; where it is none, clients stay connected."""
 
     @abstractmethod
     def start(self) -> None:
@@ -248,10 +250,41 @@ class LMCache(Server):
 
 
 @dataclass
+class LMCacheDisk(System):
+    """LMCache's LocalDisk backend: files of one engine, in whose process it is, and nobody else's."""
+
+    stops_to_rest: ClassVar[bool] = False
+
+    def start(self) -> None:
+        """See `System`: nothing serves."""
+        _python("lmcache")
+        self.disk.mkdir(exist_ok=True)
+
+    def kill(self) -> None:
+        """See `System`: it ends with its client."""
+
+    def stop(self) -> None:
+        """See `System`: it goes on; nothing of a block stays in memory."""
+
+    def wake(self) -> None:
+        """See `System`: it was not stopped."""
+
+    def pids(self) -> Sequence[int]:
+        """See `System`."""
+        return []
+
+    def command(self, who: str) -> Command:
+        """See `System`."""
+        del who
+        return Command("lmcache", _python("lmcache"), "redteam.lmcache_disk_caller", (str(self.disk),), CODE)
+
+
+@dataclass
 class Mooncake(Server):
     """Mooncake's master; clients bring the memory, and the files."""
 
     has_tenants: bool = False
+    stops_to_rest: ClassVar[bool] = False
 
     def start(self) -> None:
         """See `System`."""
@@ -313,6 +346,8 @@ class Entry:
     make: Callable[[Path, Path], System]
     outside: Mapping[str, str] = field(default_factory=dict)
     """Attacks that are outside of what it claims to withstand, and why."""
+    attacks: tuple[str, ...] = ()
+    """Those that have something to attack; empty: all."""
 
 
 SALTS: Final = {"a": "5f0c3a0e7b1d4f26", "b": "c91e58d2604b7a3f"}
@@ -333,6 +368,11 @@ SYSTEMS: Final[Mapping[str, Entry]] = {
     "lmcache-salted": Entry(
         "LMCache server, a cache_salt for each tenant", False, lambda home, disk: LMCache(home, disk, salts=SALTS),
         {"stolen": "the salt is the secret", "nobody": _NETWORK, "listing": _NETWORK, "flip": _DISK, "swap": _DISK},
+    ),
+    "lmcache-disk": Entry(
+        "LMCache LocalDisk backend, in the engine's process", False, lambda home, disk: LMCacheDisk(home, disk),
+        {"flip": _DISK, "swap": _DISK},
+        ("flip", "swap", "crash", "full"),
     ),
     "mooncake": Entry(
         "Mooncake store", False, lambda home, disk: Mooncake(home, disk),
