@@ -5,7 +5,6 @@ withstands nothing. What is called `served` are bytes of another tenant, and wha
 nobody stored under the key.
 """
 
-import mmap
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from bench.harness.drivers import Driver, FailedError
 from redteam.callers import BLOCK_BYTES, BLOCKS, content
-from redteam.systems import System
+from redteam.systems import TENANTS, System
 from threats.samples import auc, ks_p
 
 PAGE_BYTES: Final = 4096
@@ -103,6 +102,10 @@ class Arena:
             answer = self._callers[one].ask("attach")
             if answer.get("error"):
                 raise FailedError(f"{one} is not attached: {answer['error']}")
+
+    def attach_all(self) -> None:
+        """Connect every client again that has credentials."""
+        self.attach(*(who for who in self._callers if who in TENANTS))
 
     def replace(self, who: str, meanwhile: Callable[[], None]) -> None:
         """Kill a client, do something, and start another one."""
@@ -257,7 +260,7 @@ def _at_rest(arena: Arena, damage: Callable[[Sequence[Path], list[bytes]], int])
     if not touched:
         return Result(Seen.FAILED, f"no block was found in {len(arena.system.files())} files")
     if arena.system.stops_to_rest:
-        arena.attach("a")
+        arena.attach_all()
     found = arena.caller("a").ask("load", owner="a", prompts=prompts)
     line = f"{touched} places changed; of {len(blocks)} blocks {found.get('wrong', 0)} were served with wrong bytes, "
     line += f"{found.get('right', 0)} right, {found.get('missing', 0)} not"
@@ -273,52 +276,28 @@ def flip(arena: Arena) -> Result:
     """One bit of every block in files is flipped."""
 
     def damage(files: Sequence[Path], blocks: list[bytes]) -> int:
-        places = list(_places(files, blocks))
-        for file, at in places:
-            with file.open("r+b") as opened:
-                opened.seek(at + BLOCK_BYTES // 3)
-                byte = opened.read(1)[0]
-                opened.seek(at + BLOCK_BYTES // 3)
-                opened.write(bytes([byte ^ 0x10]))
+        places = arena.system.places(files, blocks)
+        for place in places:
+            piece = bytearray(place.read())
+            piece[-BLOCK_BYTES // 3] ^= 0x10
+            place.write(bytes(piece))
         return len(places)
 
     return _at_rest(arena, damage)
 
 
 def swap(arena: Arena) -> Result:
-    """Blocks in files change places, two and two."""
+    """Blocks in files change places, two and two, with all that is stored of each."""
 
     def damage(files: Sequence[Path], blocks: list[bytes]) -> int:
-        places = list(_places(files, blocks))
-        for (file, at), (other, there) in zip(places[::2], places[1::2], strict=False):
-            mine, its = _piece(file, at), _piece(other, there)
-            for where, offset, piece in ((file, at, its), (other, there, mine)):
-                with where.open("r+b") as opened:
-                    opened.seek(offset)
-                    opened.write(piece)
+        places = arena.system.places(files, blocks)
+        for mine, its in zip(places[::2], places[1::2], strict=False):
+            here, there = mine.read(), its.read()
+            mine.write(there)
+            its.write(here)
         return len(places) // 2 * 2
 
     return _at_rest(arena, damage)
-
-
-def _piece(file: Path, at: int) -> bytes:
-    with file.open("rb") as opened:
-        opened.seek(at)
-        return opened.read(BLOCK_BYTES)
-
-
-def _places(files: Sequence[Path], blocks: Sequence[bytes]) -> Iterator[tuple[Path, int]]:
-    """Where blocks lie; where they are not to be seen, every place of their size that holds anything."""
-    found, used = [], []
-    for file in files:
-        if not file.stat().st_size:
-            continue
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as seen:
-            found += [(file, at) for block in blocks if (at := seen.find(block[:64])) >= 0]
-            ends = range(0, len(seen) - BLOCK_BYTES + 1, PAGE_BYTES)
-            full = [at for at in ends if seen[at : at + PAGE_BYTES] != bytes(PAGE_BYTES)]
-            used += [(file, at) for at in full if at % BLOCK_BYTES == 0]
-    yield from found or used
 
 
 def flood(arena: Arena) -> Result:

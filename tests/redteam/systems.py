@@ -4,6 +4,7 @@ Each is served on the loopback or a unix socket, has two tenants, `a` and `b`, a
 """
 
 import json
+import mmap
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from typing import ClassVar, Final
 
 import peers
 from bench.harness.drivers import ROOT, WITH_PARENT, Command, Driver
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, MAGIC
+from redteam.callers import BLOCK_BYTES
 from support.agent.standalone import Up, pool, tenant
 
 HOST: Final = "127.0.0.1"
@@ -37,6 +40,27 @@ QUIET: Final = {"LMCACHE_TRACK_USAGE": "false"}
 
 class AbsentError(Exception):
     """A system cannot be had here; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """All that is stored of one block: bytes of a file, of which the block is the end."""
+
+    file: Path
+    offset: int
+    size_bytes: int
+
+    def read(self) -> bytes:
+        """What lies there."""
+        with self.file.open("rb") as opened:
+            opened.seek(self.offset)
+            return opened.read(self.size_bytes)
+
+    def write(self, content: bytes) -> None:
+        """Put something else there."""
+        with self.file.open("r+b") as opened:
+            opened.seek(self.offset)
+            opened.write(content)
 
 
 @dataclass
@@ -100,6 +124,15 @@ class System(ABC):
     def files(self) -> list[Path]:
         """Files with blocks."""
         return sorted(p for p in self.disk.rglob("*") if p.is_file())
+
+    def places(self, files: Sequence[Path], blocks: Sequence[bytes]) -> list[Place]:
+        """Where blocks lie in files, by their bytes."""
+        found = []
+        for file in (f for f in files if f.stat().st_size):
+            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as seen:
+                starts = (seen.find(block[:64]) for block in blocks)
+                found += [Place(file, at, BLOCK_BYTES) for at in starts if at >= 0]
+        return found
 
     def _wait_for_files(self) -> None:
         until_s, before, since_s = time.monotonic() + START_S, "", time.monotonic()
@@ -174,6 +207,16 @@ class Kvstrata(System):
         """See `System`: segments, and not what is written beside them."""
         return [p for p in super().files() if p.stat().st_size >= MIB]
 
+    def places(self, files: Sequence[Path], blocks: Sequence[bytes]) -> list[Place]:
+        """See `System`: records by the begin of their headers, for payloads may be sealed."""
+        del blocks
+        found = []
+        for file in files:
+            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as seen:
+                pages = range(0, len(seen) - HEADER_BYTES - BLOCK_BYTES + 1, HEADER_BYTES)
+                found += [Place(file, at, HEADER_BYTES + BLOCK_BYTES) for at in pages if seen[at : at + len(MAGIC)] == MAGIC]
+        return found
+
 
 @dataclass
 class Server(System):
@@ -225,14 +268,20 @@ class LMCache(Server):
     """LMCache's server with memory and its adapter of files, in the mode for engines without a GPU."""
 
     salts: Mapping[str, str] = field(default_factory=dict)
-    """By tenant; empty: nobody has one."""
+    """By tenant; empty: nobody has one, and files are as they are by default."""
 
     def start(self) -> None:
         """See `System`."""
         port, http_port = self._free_ports(2)
         python = _python("lmcache")
         self.disk.mkdir(exist_ok=True)
-        adapter = f'{{"type": "fs", "base_path": "{self.disk}"}}'
+        serde = {}
+        if self.salts:
+            key = self.home / "master.key"
+            if not key.exists():
+                key.write_bytes(os.urandom(32))
+            serde = {"serde": {"type": "aesgcm", "master_key_path": str(key)}}
+        adapter = json.dumps({"type": "fs", "base_path": str(self.disk), **serde})
         places = ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
         memory = ["--l1-size-gb", "0.03125", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
         mode = ["--chunk-size", "16", "--supported-transfer-mode", "engine_driven", "--l2-adapter", adapter]
@@ -242,6 +291,11 @@ class LMCache(Server):
         """See `System`."""
         arguments = (str(self._free_ports(2)[0]), self.salts.get(who, ""))
         return Command("lmcache", _python("lmcache"), "redteam.lmcache_caller", arguments, CODE)
+
+    def places(self, files: Sequence[Path], blocks: Sequence[bytes]) -> list[Place]:
+        """See `System`: a file is a block, which may be sealed."""
+        del blocks
+        return [Place(file, 0, file.stat().st_size) for file in files]
 
     def listed(self) -> Mapping[str, str]:
         """See `System`."""
@@ -305,7 +359,8 @@ class Mooncake(Server):
         name = who if self.has_tenants and who in TENANTS else ""
         disk = str(self.disk / who) if who in TENANTS else ""
         arguments = (str(self._free_ports(2)[0]), name, disk)
-        return Command("mooncake", _python("mooncake"), "redteam.mooncake_caller", arguments, CODE)
+        checks = (("MOONCAKE_STORE_CHECKSUM", "1"),) if self.has_tenants else ()
+        return Command("mooncake", _python("mooncake"), "redteam.mooncake_caller", arguments, (*CODE, *checks))
 
     def rest(self, owner: Driver, prompts: list[int]) -> list[int]:
         """See `System`: the store that holds the blocks writes them by itself, and is told to clear its memory."""
@@ -355,6 +410,7 @@ SALTS: Final = {"a": "5f0c3a0e7b1d4f26", "b": "c91e58d2604b7a3f"}
 _TRUSTED: Final = "clients of one server trust each other"
 _NETWORK: Final = "ports are for a private network"
 _DISK: Final = "whoever may write its files is trusted"
+_SALT: Final = "clients that reach its port are trusted to set their salt"
 _NAME: Final = "a tenant's name is a name space and an account, no credential"
 
 SYSTEMS: Final[Mapping[str, Entry]] = {
@@ -366,8 +422,8 @@ SYSTEMS: Final[Mapping[str, Entry]] = {
          "timing": _TRUSTED, "flip": _DISK, "swap": _DISK},
     ),
     "lmcache-salted": Entry(
-        "LMCache server, a cache_salt for each tenant", False, lambda home, disk: LMCache(home, disk, salts=SALTS),
-        {"stolen": "the salt is the secret", "nobody": _NETWORK, "listing": _NETWORK, "flip": _DISK, "swap": _DISK},
+        "LMCache server, cache_salt and aesgcm", False, lambda home, disk: LMCache(home, disk, salts=SALTS),
+        {"stolen": _SALT, "nobody": _NETWORK, "listing": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
     "lmcache-disk": Entry(
         "LMCache LocalDisk backend, in the engine's process", False, lambda home, disk: LMCacheDisk(home, disk),
@@ -380,7 +436,7 @@ SYSTEMS: Final[Mapping[str, Entry]] = {
          "timing": _TRUSTED, "stale": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
     "mooncake-tenants": Entry(
-        "Mooncake store, enable_multi_tenants", False, lambda home, disk: Mooncake(home, disk, has_tenants=True),
+        "Mooncake store, enable_multi_tenants and checksums", False, lambda home, disk: Mooncake(home, disk, has_tenants=True),
         {"stolen": _NAME, "guess": _NAME, "nobody": _NETWORK, "listing": _NETWORK, "stale": _NETWORK,
          "flip": _DISK, "swap": _DISK},
     ),
