@@ -1,9 +1,12 @@
-"""`python -m redteam`: the attacks on the systems; the last line is one JSON object. Exit 1 when one harms kvstrata."""
+"""`python -m redteam`: attacks on kvstrata and on what it is compared with; the last line is one JSON object.
+
+Exit 1 when one harms kvstrata, or could not be carried out on it; what it does to others is told and no failure."""
 
 import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,10 +19,12 @@ from typing import Any, Final
 
 from bench.harness.drivers import ROOT, end_on_sigterm
 from bench.harness.drivers import AbsentError as PeerAbsentError
+from redteam import report
 from redteam.attacks import ATTACKS, DISK_BYTES, HARM, Arena, Result, Seen
 from redteam.systems import SYSTEMS, AbsentError, Entry
 
 Json = dict[str, Any]
+PACKAGES: Final = {"lmcache": "lmcache", "mooncake": "mooncake-transfer-engine-non-cuda"}
 ABSENT: Final = (AbsentError, PeerAbsentError)
 
 
@@ -90,7 +95,17 @@ def run(system: str, attacks: list[str], scale: int) -> Json:
             **({"values": dict(result.values)} if result.values else {}),
         }
         print(f"{system:16} {name:8} {result.seen:15} {took_s:6.1f} s  {result.evidence}", flush=True)
-    return {**about(), "attacks": rows}
+    return {**about(), "version": version(entry), "attacks": rows}
+
+
+def version(entry: Entry) -> str:
+    """Of the package that was attacked, as its environment is pinned; our own is the commit."""
+    if entry.is_ours:
+        return "this repository"
+    pins = (ROOT / "requirements" / f"peers-{entry.peer}.txt").read_text()
+    found = re.search(rf"^({PACKAGES[entry.peer]})==(\S+)", pins, re.MULTILINE)
+    assert found is not None, "what an environment is named for is pinned"
+    return f"{found[1]} {found[2]}"
 
 
 def about() -> Json:
@@ -112,13 +127,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS, help="default: all")
     parser.add_argument("--full", action="store_true", help="twice the counts; default: short")
     parser.add_argument("--json", type=Path, help="put what was seen into this file; other systems' part of it stays")
+    parser.add_argument("--page", type=Path, help="put the table of all that the file of --json tells into this page")
     given = parser.parse_args(argv)
+    if given.page and not given.json:
+        parser.error("--page: needs --json, whose file it shows")
     end_on_sigterm()
     ran = {}
     for system in given.systems:
         ran[system] = run(system, given.attacks, 2 if given.full else 1)
         if given.json:
             given.json.write_text(json.dumps({"redteam": {**kept(given.json), **ran}}, indent=1) + "\n")
+    if given.page:
+        report.write(given.page, kept(given.json))
     print(json.dumps({"redteam": ran}))
     ours = [row["seen"] for name, said in ran.items() if SYSTEMS[name].is_ours for row in said["attacks"].values()]
     return int(any(seen in HARM or seen == Seen.FAILED for seen in ours))

@@ -388,8 +388,8 @@ class Attack:
 ATTACKS: Final[Mapping[str, Attack]] = {
     "read": Attack(1, "another tenant's blocks, same prompt", read),
     "guess": Attack(1, "another tenant's blocks, guessed keys", guess),
-    "flip": Attack(2, "a bit of each block flipped in files", flip),
     "swap": Attack(2, "blocks swapped in files", swap),
+    "flip": Attack(2, "a bit of each block flipped in files", flip),
     "stale": Attack(3, "a reference used after deletion and reuse", stale),
     "stolen": Attack(4, "another tenant's keys or name, own credentials", stolen),
     "nobody": Attack(4, "another tenant's keys, no credentials", nobody),
@@ -399,4 +399,4 @@ ATTACKS: Final[Mapping[str, Attack]] = {
     "crash": Attack(7, "kill -9 in writes", crash, is_alone=True),
     "full": Attack(8, "full disk", full, is_alone=True),
 }
-"""By the name that the command line takes, in the order of a run."""
+"""By the name that the command line takes, in the order of a run: blocks are swapped while all others are sound."""

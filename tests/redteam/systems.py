@@ -397,12 +397,18 @@ class Entry:
     """A configuration in the table."""
 
     title: str
-    is_ours: bool
+    peer: str
+    """Name of its environment (`hack/peers.py`); empty: ours."""
     make: Callable[[Path, Path], System]
     outside: Mapping[str, str] = field(default_factory=dict)
     """Attacks that are outside of what it claims to withstand, and why."""
     attacks: tuple[str, ...] = ()
     """Those that have something to attack; empty: all."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a harm is a defect of this project."""
+        return not self.peer
 
 
 SALTS: Final = {"a": "5f0c3a0e7b1d4f26", "b": "c91e58d2604b7a3f"}
@@ -414,29 +420,29 @@ _SALT: Final = "clients that reach its port are trusted to set their salt"
 _NAME: Final = "a tenant's name is a name space and an account, no credential"
 
 SYSTEMS: Final[Mapping[str, Entry]] = {
-    "kvstrata": Entry("kvstrata", True, lambda home, disk: Kvstrata(home, disk)),
-    "kvstrata-sealed": Entry("kvstrata, AESGCM", True, lambda home, disk: Kvstrata(home, disk, "AESGCM")),
+    "kvstrata": Entry("kvstrata", "", lambda home, disk: Kvstrata(home, disk)),
+    "kvstrata-sealed": Entry("kvstrata, AESGCM", "", lambda home, disk: Kvstrata(home, disk, "AESGCM")),
     "lmcache": Entry(
-        "LMCache server", False, lambda home, disk: LMCache(home, disk),
+        "LMCache server", "lmcache", lambda home, disk: LMCache(home, disk),
         {"read": _TRUSTED, "guess": _TRUSTED, "stolen": _NETWORK, "nobody": _NETWORK, "listing": _NETWORK,
          "timing": _TRUSTED, "flip": _DISK, "swap": _DISK},
     ),
     "lmcache-salted": Entry(
-        "LMCache server, cache_salt and aesgcm", False, lambda home, disk: LMCache(home, disk, salts=SALTS),
+        "LMCache server, cache_salt and aesgcm", "lmcache", lambda home, disk: LMCache(home, disk, salts=SALTS),
         {"stolen": _SALT, "nobody": _NETWORK, "listing": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
     "lmcache-disk": Entry(
-        "LMCache LocalDisk backend, in the engine's process", False, lambda home, disk: LMCacheDisk(home, disk),
+        "LMCache LocalDisk backend, in the engine's process", "lmcache", lambda home, disk: LMCacheDisk(home, disk),
         {"flip": _DISK, "swap": _DISK},
         ("flip", "swap", "crash", "full"),
     ),
     "mooncake": Entry(
-        "Mooncake store", False, lambda home, disk: Mooncake(home, disk),
+        "Mooncake store", "mooncake", lambda home, disk: Mooncake(home, disk),
         {"read": _TRUSTED, "guess": _TRUSTED, "stolen": _NETWORK, "nobody": _NETWORK, "listing": _NETWORK,
          "timing": _TRUSTED, "stale": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
     "mooncake-tenants": Entry(
-        "Mooncake store, enable_multi_tenants and checksums", False, lambda home, disk: Mooncake(home, disk, has_tenants=True),
+        "Mooncake store, enable_multi_tenants and checksums", "mooncake", lambda home, disk: Mooncake(home, disk, has_tenants=True),
         {"stolen": _NAME, "guess": _NAME, "nobody": _NETWORK, "listing": _NETWORK, "stale": _NETWORK,
          "flip": _DISK, "swap": _DISK},
     ),
