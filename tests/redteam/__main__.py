@@ -94,7 +94,8 @@ def run(system: str, attacks: list[str], scale: int) -> Json:
             **({"outside": entry.outside[name]} if name in entry.outside else {}),
             **({"values": dict(result.values)} if result.values else {}),
         }
-        print(f"{system:16} {name:8} {result.seen:15} {took_s:6.1f} s  {result.evidence}", flush=True)
+        sys.stdout.write(f"{system:16} {name:8} {result.seen:15} {took_s:6.1f} s  {result.evidence}\n")
+        sys.stdout.flush()
     return {**about(), "version": version(entry), "attacks": rows}
 
 
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
             given.json.write_text(json.dumps({"redteam": {**kept(given.json), **ran}}, indent=1) + "\n")
     if given.page:
         report.write(given.page, kept(given.json))
-    print(json.dumps({"redteam": ran}))
+    sys.stdout.write(json.dumps({"redteam": ran}) + "\n")
     ours = [row["seen"] for name, said in ran.items() if SYSTEMS[name].is_ours for row in said["attacks"].values()]
     return int(any(seen in HARM or seen == Seen.FAILED for seen in ours))
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from threats.samples import auc, ks_p
 
 from bench.harness.drivers import Driver, FailedError
 from redteam.callers import BLOCK_BYTES, BLOCKS, content
 from redteam.systems import TENANTS, System
-from threats.samples import auc, ks_p
 
 PAGE_BYTES: Final = 4096
 PROMPTS: Final = 8
@@ -30,7 +30,7 @@ LOOKED_AT: Final = 60
 """Of the prompts that were stored before a kill, besides those of the kill."""
 AUC_MAX: Final = 0.1
 P_MAX: Final = 1e-4
-"""A difference of times that counts on a machine that is shared: both (those of the short threat T1, but for the area)."""
+"""Both must be passed for a difference of times to count: the machine is shared (as for threat T1)."""
 NAME_CHARS_MIN: Final = 12
 P99_GROWTH_MAX, P99_S_MAX = 20.0, 1.0
 MEMORY_GROWTH_MAX: Final = 256 << 20

@@ -93,56 +93,43 @@ class Answers:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
+        self._verbs: dict[str, Callable[..., dict[str, Any] | None]] = {
+            "attach": caller.attach,
+            "store": self._store,
+            "load": lambda **asked: _compared(asked, caller.load),
+            "redeem": lambda **asked: _compared(asked, lambda _: caller.redeem()),
+            "forge": self._forge,
+            "probe": self._probe,
+            "keys": lambda prompts: {"keys": {prompt: caller.keys(prompt) for prompt in prompts}},
+            "drop": lambda prompts: {"error": "; ".join(_each(prompts, caller.drop)[1])},
+            "rest": lambda prompts: {"prompts": caller.rest(prompts)},
+            "hold": caller.hold,
+            "measure": lambda **asked: self._measure(asked),
+            "connect": self._connect,
+            "flood": self._start_flood,
+            "calm": self._end_flood,
+        }
         self._flood: threading.Thread | None = None
         self._stop = threading.Event()
         self._requests = 0
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """One verb; what it raises is an answer as well."""
+        verb = asked.pop("verb")
         try:
-            return self._carry_out(asked.pop("verb"), asked)
+            return self._verbs[verb](**asked) or {}
         except Exception as e:  # noqa: BLE001  Any error of a peer is an observation.
             return {"error": _told(e)}
 
-    def _carry_out(self, verb: str, asked: dict[str, Any]) -> dict[str, Any]:
-        caller = self._caller
-        match verb:
-            case "attach":
-                caller.attach()
-                return {}
-            case "store":
-                return self._store(asked["owner"], asked["prompts"], asked.get("version", 0))
-            case "load":
-                return _compared(asked, caller.load)
-            case "forge":
-                stolen = {int(prompt): keys for prompt, keys in asked["stolen"].items()}
-                return _compared(asked, lambda prompt: caller.forge(asked["how"], stolen[prompt], prompt))
-            case "redeem":
-                return _compared(asked, lambda _: caller.redeem())
-            case "probe":
-                return self._probe(asked["prompts"])
-            case "keys":
-                return {"keys": {prompt: caller.keys(prompt) for prompt in asked["prompts"]}}
-            case "drop":
-                return {"error": "; ".join(_each(asked["prompts"], caller.drop)[1])}
-            case "rest":
-                return {"prompts": caller.rest(asked["prompts"])}
-            case "hold":
-                caller.hold(asked["prompt"])
-                return {}
-            case "measure":
-                return self._measure(asked)
-            case "connect":
-                _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-                return {"accepted": caller.connect(asked["count"])}
-            case "flood":
-                return self._start_flood()
-            case "calm":
-                return self._end_flood()
-        raise ValueError(f"no such verb: {verb}")
+    def _forge(self, stolen: dict[str, Any], how: str, **asked: Any) -> dict[str, Any]:
+        return _compared(asked, lambda prompt: self._caller.forge(how, stolen[str(prompt)], prompt))
 
-    def _store(self, owner: str, prompts: list[int], version: int) -> dict[str, Any]:
+    def _connect(self, count: int) -> dict[str, Any]:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return {"accepted": self._caller.connect(count)}
+
+    def _store(self, owner: str, prompts: list[int], version: int = 0) -> dict[str, Any]:
         stored, errors = _each(prompts, lambda prompt: self._caller.store(prompt, content(owner, prompt, version)))
         return {"stored": sum(stored), "error": "; ".join(errors)}
 

@@ -1,4 +1,4 @@
-"""kvstrata's client as `callers` wants it, in our environment: `python -m redteam.kvstrata_caller SOCKET TOKEN_FILE`."""
+"""kvstrata's client as `callers` wants it, in our environment: `... SOCKET TOKEN_FILE`."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ class KvstrataCaller:
         target = Target(self._path, POOL, token, LAYOUT, timeout_s=30.0, move_timeout_s=60.0, silence_s=60.0)
         self._client = Client.attach(target, strict=True, wait_s=ATTACH_S if self._token_file else 2.0)
         if not self._client.is_attached:
-            raise self._client.reason or ConnectionError("not attached")
+            raise self._client.reason
 
     @property
     def _cache(self) -> PrefixCache:
@@ -77,7 +77,7 @@ class KvstrataCaller:
         return {"scope": scope.secret.scope, "digests": [key.digest.hex() for key in keys]}
 
     def forge(self, how: str, stolen: dict[str, Any], prompt: int) -> Sequence[Block]:
-        """See `Caller`: the owner's scope by name, with keys of the own secret, the owner's keys, or without a token."""
+        """See `Caller`: the owner's scope, with keys of the own secret, with the owner's, or without a token."""
         digests = [bytes.fromhex(d) for d in (self.keys(prompt) if how == "guess" else stolen)["digests"]]
         with self._by_hand(is_named=how != "none") as hand:
             return self._read(hand, self._acquire(hand, stolen["scope"], digests), digests)
@@ -94,7 +94,9 @@ class KvstrataCaller:
     def _acquire(hand: Hostile, scope: str, digests: list[bytes]) -> wire.Acquired:
         answer = hand.ask(wire.Acquire(3, scope, b"".join(digests)))
         if not isinstance(answer, wire.Acquired):
-            raise PermissionError(f"{answer.code}: {answer.message}" if isinstance(answer, wire.Failed) else str(answer))
+            raise PermissionError(
+                f"{answer.code}: {answer.message}" if isinstance(answer, wire.Failed) else str(answer)
+            )
         return answer
 
     @staticmethod

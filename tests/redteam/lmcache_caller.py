@@ -119,7 +119,7 @@ class LMCacheCaller:
         return {"salt": self._salt}
 
     def forge(self, how: str, stolen: dict[str, Any], prompt: int) -> Sequence[Block]:
-        """See `Caller`: for a salt the tenant's name or none, or the salt itself. There is nothing to leave out for `none`."""
+        """See `Caller`: for a salt the tenant's name or none, or the salt itself. `none` leaves nothing out."""
         if how == "guess":
             return self._load(prompt, stolen["tenant"]) or self._load(prompt, "")
         return self._load(prompt, stolen["salt"])

@@ -79,8 +79,8 @@ class MooncakeCaller:
     def load(self, prompt: int) -> Sequence[Block]:
         """See `Caller`."""
         self._rows[:] = 0
+        found: list[Block] = []
         results = self._store.batch_get_into(self._names(prompt), self._addresses(), [BLOCK_BYTES] * BLOCKS)
-        found = []
         for row, result in zip(self._rows, results, strict=True):
             if result < 0:
                 if result != MISSING and not found:

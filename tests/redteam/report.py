@@ -33,7 +33,7 @@ def _summary(said: Json) -> Iterator[str]:
 def _cell(row: Json | None) -> str:
     if row is None:
         return "not run"
-    return row["seen"] + (OUTSIDE if row.get("outside") and row["seen"] != "not applicable" else "")
+    return str(row["seen"]) + (OUTSIDE if row.get("outside") and row["seen"] != "not applicable" else "")
 
 
 def _runs(said: Json) -> Iterator[str]:
@@ -41,7 +41,8 @@ def _runs(said: Json) -> Iterator[str]:
     yield "|---|---|---|"
     for name in (n for n in SYSTEMS if n in said):
         run = said[name]
-        yield f"| {SYSTEMS[name].title} | {run['version']} | {run['date']}, commit {run['commit'][:8]}, {run['machine']} |"
+        where = f"{run['date']}, commit {run['commit'][:8]}, {run['machine']}"
+        yield f"| {SYSTEMS[name].title} | {run['version']} | {where} |"
 
 
 def _evidence(said: Json) -> Iterator[str]:

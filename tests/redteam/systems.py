@@ -214,7 +214,9 @@ class Kvstrata(System):
         for file in files:
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as seen:
                 pages = range(0, len(seen) - HEADER_BYTES - BLOCK_BYTES + 1, HEADER_BYTES)
-                found += [Place(file, at, HEADER_BYTES + BLOCK_BYTES) for at in pages if seen[at : at + len(MAGIC)] == MAGIC]
+                found += [
+                    Place(file, at, HEADER_BYTES + BLOCK_BYTES) for at in pages if seen[at : at + len(MAGIC)] == MAGIC
+                ]
         return found
 
 
@@ -345,7 +347,12 @@ class Mooncake(Server):
         port, http_port = self._free_ports(2)
         python = _python("mooncake")
         master = next(python.parents[1].glob("lib/python*/site-packages/mooncake/mooncake_master"))
-        places = [f"--rpc_port={port}", f"--metrics_port={http_port}", f"--rpc_address={HOST}", f"--metrics_host={HOST}"]
+        places = [
+            f"--rpc_port={port}",
+            f"--metrics_port={http_port}",
+            f"--rpc_address={HOST}",
+            f"--metrics_host={HOST}",
+        ]
         flags = ["--enable_offload=true", "--default_kv_lease_ttl=1000"]
         if self.has_tenants:
             policy = self.home / "tenants.yaml"
@@ -380,7 +387,7 @@ class Mooncake(Server):
 def _fetched(url: str) -> str:
     """What an address answers to whoever asks, or why it does not."""
     try:
-        with urllib.request.urlopen(url, timeout=10.0) as answer:
+        with urllib.request.urlopen(url, timeout=10.0) as answer:  # noqa: S310  Of our own processes.
             return str(answer.read(1 << 20).decode(errors="replace"))
     except OSError as e:  # `URLError` is one.
         return f"{type(e).__name__}: {e}"
@@ -420,10 +427,10 @@ _SALT: Final = "clients that reach its port are trusted to set their salt"
 _NAME: Final = "a tenant's name is a name space and an account, no credential"
 
 SYSTEMS: Final[Mapping[str, Entry]] = {
-    "kvstrata": Entry("kvstrata", "", lambda home, disk: Kvstrata(home, disk)),
+    "kvstrata": Entry("kvstrata", "", Kvstrata),
     "kvstrata-sealed": Entry("kvstrata, AESGCM", "", lambda home, disk: Kvstrata(home, disk, "AESGCM")),
     "lmcache": Entry(
-        "LMCache server", "lmcache", lambda home, disk: LMCache(home, disk),
+        "LMCache server", "lmcache", LMCache,
         {"read": _TRUSTED, "guess": _TRUSTED, "stolen": _NETWORK, "nobody": _NETWORK, "listing": _NETWORK,
          "timing": _TRUSTED, "flip": _DISK, "swap": _DISK},
     ),
@@ -432,17 +439,18 @@ SYSTEMS: Final[Mapping[str, Entry]] = {
         {"stolen": _SALT, "nobody": _NETWORK, "listing": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
     "lmcache-disk": Entry(
-        "LMCache LocalDisk backend, in the engine's process", "lmcache", lambda home, disk: LMCacheDisk(home, disk),
+        "LMCache LocalDisk backend, in the engine's process", "lmcache", LMCacheDisk,
         {"flip": _DISK, "swap": _DISK},
         ("flip", "swap", "crash", "full"),
     ),
     "mooncake": Entry(
-        "Mooncake store", "mooncake", lambda home, disk: Mooncake(home, disk),
+        "Mooncake store", "mooncake", Mooncake,
         {"read": _TRUSTED, "guess": _TRUSTED, "stolen": _NETWORK, "nobody": _NETWORK, "listing": _NETWORK,
          "timing": _TRUSTED, "stale": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
     "mooncake-tenants": Entry(
-        "Mooncake store, enable_multi_tenants and checksums", "mooncake", lambda home, disk: Mooncake(home, disk, has_tenants=True),
+        "Mooncake store, enable_multi_tenants and checksums", "mooncake",
+        lambda home, disk: Mooncake(home, disk, has_tenants=True),
         {"stolen": _NAME, "guess": _NAME, "nobody": _NETWORK, "listing": _NETWORK, "stale": _NETWORK,
          "flip": _DISK, "swap": _DISK},
     ),
