@@ -226,6 +226,8 @@ def test_an_agent_takes_the_arguments_that_the_chart_gives(monkeypatch: pytest.M
     assert str(given.socket.parent) == mounts["sockets"]
     assert given.state_dir.is_relative_to(mounts["storage"])
     assert str(given.memory_dir) == mounts["memory"]
+    hosts = {v["name"]: v["hostPath"]["path"] for v in found["spec"]["template"]["spec"]["volumes"] if "hostPath" in v}
+    assert str(given.memory_host_dir) == hosts["memory"]
     assert str(given.peer_token) == f"{mounts['token']}/token"
     assert mounts["tier-0"] == "/mnt/flash"
 

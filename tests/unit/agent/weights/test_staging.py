@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.weights import staging as module
 from kvstrata_agent.weights.__main__ import main as command
 from kvstrata_agent.weights.folder import ModelFolder
-from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode
+from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode, listing_of
 from kvstrata_agent.weights.source import FolderSource, SourceFile
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, InvalidInputError, RetryableError
@@ -209,6 +210,21 @@ async def test_wrong_bytes_of_a_listed_source_are_refused(folder: ModelFolder, t
     source.damage = damage
     with pytest.raises(BlockCorruptError, match=r"b\.bin"):
         await staging(elsewhere, source).run()
+    assert not (elsewhere.root / "m" / "r1").exists()
+
+
+async def test_pieces_of_the_right_names_do_not_make_a_file_of_another_sha_256(
+    folder: ModelFolder, tmp_path: Path
+) -> None:
+    """Names of pieces are no proof: whoever can choose bytes can find others of the same XXH3."""
+    root = write(tmp_path / "source", {"a.bin": A, "b.bin": B})
+    made = await staging(folder, Counted(root)).run()
+    listed = tuple(msgspec.structs.replace(f, sha256=f.sha256[::-1]) if f.path == "b.bin" else f for f in made.files)
+    (root / LISTING_FILE).write_bytes(listing_of(listed).encode())
+    elsewhere = ModelFolder(_made(tmp_path / "elsewhere"))
+
+    with pytest.raises(BlockCorruptError, match=r"b\.bin: SHA-256"):
+        await staging(elsewhere, Counted(root)).run()
     assert not (elsewhere.root / "m" / "r1").exists()
 
 
