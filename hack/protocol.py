@@ -122,7 +122,7 @@ def tables() -> str:
 
 
 def _nested() -> tuple[type, ...]:
-    return wire.Handover, wire.ScopeGrant, wire.ExtentGrant, wire.Leased, wire.Slot
+    return wire.Handover, wire.ScopeGrant, wire.ExtentGrant, wire.DeviceGrant, wire.Leased, wire.Slot
 
 
 def _section(kind: Any, documented: dict[str, str]) -> Iterator[str]:

@@ -691,6 +691,6 @@ class ReadObserver:
             self._counters.add("kvstrata_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source)
         lent = Counter(r.source for r in reads if r.lease.residence.tier.backend.lending is not None)
         for source, blocks in lent.items():
-            self._counters.add("kvstrata_lent_bytes_total", blocks * at.block_bytes, tenant=at.tenant, tier=source)
+            self._counters.add("kvstrata_lent_bytes_total", blocks * at.block_bytes, tier=source)
         self._audit.read(at.caller, right.access, "acquire", (read.lease.entry for read in reads))
         self._counters.leased(right.access, len(reads))

@@ -63,7 +63,7 @@ def loaded(client: Client) -> tuple[int, int, Any]:
 
 
 def counted(agent: AgentThread, name: str) -> float:
-    labels = {"pool": "pool", "node": "node", "tenant": "a", "tier": "hbm"}
+    labels = {"pool": "pool", "node": "node", "tier": "hbm"}
     return agent.core.node.counters._instruments.registry.get_sample_value(name, labels) or 0.0
 
 
