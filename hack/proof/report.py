@@ -53,8 +53,13 @@ def page(state: State, steps: Sequence[Step], found: Machine) -> str:
     ]
     lines += ["", "## What failed", "", *(failed or ["Nothing that ran."])]
     lines += ["", "## What was not run", "", *(_left_out(state, steps) or ["Nothing."])]
-    lines += ["", "## Commands", ""]
-    lines += [f"- {step.name}: `{_example(step)}`" for step in steps if _done(state, step)]
+    lines += ["", "## Commands that ran, with `PYTHONPATH=tests`", ""]
+    lines += [
+        f"- `{_typed(step, c)}`: {each.began}, {each.seconds:.0f} s, exit status {each.exit}"
+        for step in steps
+        for c in step.commands
+        if (each := state.last(step, c)) is not None
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -143,10 +148,9 @@ def _names(commands: Sequence[Command]) -> str:
     return ", ".join(names) if len(names) <= _COUNTS_MAX else f"{names[0]} to {names[-1]}"
 
 
-def _example(step: Step) -> str:
-    """The first command as it can be typed in a checkout."""
+def _typed(step: Step, command: Command) -> str:
     settings = [f"{name}={value}" for name, value in step.environment.items()]
-    return " ".join(("PYTHONPATH=tests", *settings, step.commands[0].text))
+    return " ".join((*settings, command.text))
 
 
 def _how(ran: Ran) -> str:

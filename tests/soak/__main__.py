@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from demo.errors import DemoError
+from soak import faults
 from soak.script import Soak
 
 MINUTES: Final = 120.0
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of the faults and the sessions; default: %(default)s")
+    parser.add_argument(
+        "--only", nargs="+", choices=faults.possible(), default=[], metavar="FAULT", help="draw from these"
+    )
     given = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Mounts and routes are taken back, then it ends.
     began_s = time.monotonic()
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began_s:8.1f} s  {text}", flush=True)  # noqa: T201
 
-    soak = Soak(given.seed, say)
+    soak = Soak(given.seed, say, given.only)
     try:
         soak.run(given.minutes)
     except DemoError as e:

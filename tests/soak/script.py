@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -28,6 +28,8 @@ class Soak:
 
     seed: int
     say: Say
+    only: Sequence[str] = ()
+    """Faults to draw from; all that can be made here when empty."""
     began_s: float = field(default_factory=time.monotonic)
     made: Counter[str] = field(default_factory=Counter)
     """Faults by their names."""
@@ -51,7 +53,7 @@ class Soak:
             with load.working():
                 time.sleep(HOLD_S[1])
             self._begin(watch)
-            for names in deck(chance):
+            for names in deck(chance, self.only or faults.possible()):
                 self._round(world, load, watch, names, chance)
                 if self.wrong or time.monotonic() - self.began_s > 60 * minutes:
                     break
@@ -128,10 +130,10 @@ class Soak:
         ]
 
 
-def deck(chance: Random) -> Iterator[tuple[str, ...]]:
+def deck(chance: Random, known: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Faults without end: all once in a drawn order, alone or two at a time, before any comes again."""
     while True:
-        names = faults.possible()
+        names = list(known)
         chance.shuffle(names)
         while names:
             count = 2 if len(names) > 1 and chance.random() < TOGETHER else 1

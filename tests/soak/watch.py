@@ -119,7 +119,8 @@ class Watch:
         except DemoError as e:
             return [(("the API server", "answers"), str(e))]
         found = [(key, now.get(key, "gone")) for key, status in self.baseline.items() if now.get(key) != status]
-        return found + [(key, status) for key, status in now.items() if key not in self.baseline]
+        # What an operation adds, as EraseCompleted, has to come true.
+        return found + [(key, status) for key, status in now.items() if key not in self.baseline and status != "True"]
 
     def _away(self) -> list[str]:
         pids = self._pids()

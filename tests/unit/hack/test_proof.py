@@ -61,7 +61,8 @@ def test_every_try_of_a_failure_is_told(state: State) -> None:
     for _ in range(2):
         campaign.run(state, [step(FAILS)], hours=None, again=True)
 
-    assert report.page(state, [step(FAILS)], machine()).count("exit status 3") == 2
+    failed = report.page(state, [step(FAILS)], machine()).split("## What failed")[1].split("\n## ")[0]
+    assert failed.count("exit status 3") == 2
 
 
 def test_a_changed_command_is_another_one(state: State) -> None:
@@ -122,6 +123,7 @@ def test_the_page_says_commit_machine_results_and_what_is_open(state: State, tmp
     assert machine().kernel in text
     assert "| one | something | 1 of 2 |" in text
     assert "other: 1 of 1 commands are open: passes" in text
+    assert f"- `{PASSES.text}`: 2" in text
     assert (tmp_path / "README.md").read_text().count(path.name) == 1
 
 

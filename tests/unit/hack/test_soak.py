@@ -14,14 +14,14 @@ MIB = 1 << 20
 
 def test_every_fault_comes_once_before_any_comes_again() -> None:
     for seed in range(20):
-        drawn, seen = deck(Random(seed)), list[str]()
+        drawn, seen = deck(Random(seed), faults.possible()), list[str]()
         while len(seen) < len(faults.possible()):
             seen += next(drawn)
         assert sorted(seen) == sorted(faults.possible())
 
 
 def test_the_same_seed_draws_the_same_faults() -> None:
-    one, other = deck(Random(5)), deck(Random(5))
+    one, other = deck(Random(5), "abc"), deck(Random(5), "abc")
 
     assert [next(one) for _ in range(30)] == [next(other) for _ in range(30)]
 
