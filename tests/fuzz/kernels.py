@@ -39,7 +39,7 @@ class _Arena:
 
     @property
     def memory(self) -> memoryview:
-        return memoryview(self._whole)[self._begin : self._end]
+        return self._whole.data[self._begin : self._end]
 
     def check(self, what: str) -> None:
         before, after = bytes(self._whole[: self._begin]), bytes(self._whole[self._end :])
