@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +95,7 @@ class Ledger:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fuzz the targets that are asked for; 0 where none broke a promise."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # So that sessions end with us.
     given = _parser().parse_args(arguments)
     unknown = set(given.target or ()) - set(registry.NAMES)
     if unknown:
