@@ -94,7 +94,6 @@ class Ledger:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fuzz the targets that are asked for; 0 where none broke a promise."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # So that sessions end with us.
     given = _parser().parse_args(arguments)
     unknown = set(given.target or ()) - set(registry.NAMES)
     if unknown:
@@ -229,4 +228,5 @@ def _replay(names: Sequence[str], path: Path) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # So that sessions end with us.
     sys.exit(main())
