@@ -43,11 +43,10 @@ def _headers() -> list[str]:
     return (os.environ.get(HEADERS) or sysconfig.get_path("include")).split(os.pathsep)
 
 
-def compile_kernels(sources: Path, library: Path, *options: str) -> str | None:
-    """Make `library`; None, or why it could not be made. `options` are the compiler's."""
+def compile_kernels(sources: Path, library: Path) -> str | None:
+    """Make `library`; None, or why it could not be made."""
     limited = f"-DPy_LIMITED_API=0x{PYTHON_ABI[0]:02X}{PYTHON_ABI[1]:02X}0000"
-    headers = (f"-I{folder}" for folder in _headers())
-    return _compile([limited, *headers, *options], sorted(sources.glob("*.c")), library)
+    return _compile([limited, *(f"-I{folder}" for folder in _headers())], sorted(sources.glob("*.c")), library)
 
 
 def compile_offload(sources: Path, library: Path, *options: str) -> str | None:

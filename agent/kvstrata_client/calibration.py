@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, Final
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,7 @@ _ANY_ERROR: Final = 1e30
 _PLANES_PER_LAYER: Final = 2
 _DIMENSIONS: Final = 6
 _HEADER_BYTES_MAX: Final = 16 << 20
-_UNREADABLE: Final = (OSError, ValueError, EOFError, RecursionError, SyntaxError, TokenError, BadZipFile)
+_UNREADABLE: Final = (OSError, ValueError, EOFError, RecursionError, SyntaxError, TokenError)
 """What NumPy (2.4) raises for files that are none of its: it reads headers with Python's tokenizer."""
 _DTYPES: Final[dict[str, np.dtype[Any]]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
@@ -47,17 +46,23 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {"BF16": np.dtype("<u2"), "F16": np.d
 def read(path: Path, tensor: str = "") -> Words:
     """Read blocks; large files are mapped, not loaded. Raises `InvalidInputError` for what is no captured KV."""
     try:
-        found = _safetensors(path, tensor) if path.suffix == ".safetensors" else np.load(path, mmap_mode="r")
+        found = _safetensors(path, tensor) if path.suffix == ".safetensors" else _array(path)
     except _UNREADABLE as e:
         raise InvalidInputError(f"{path}: {e}") from e
-    if not isinstance(found, np.ndarray):  # Of an archive of several.
-        raise InvalidInputError(f"{path}: one array wanted")
     if found.ndim != _DIMENSIONS or found.shape[2] != 2 or not found.size:
         raise InvalidInputError(
             f"{path}: shape {found.shape}: (blocks, layers, 2, heads, tokens, dim) wanted, none of them 0"
         )
     if found.dtype.kind not in "iuf" or (found.dtype.kind in "iu" and found.dtype.itemsize != 2):
         raise InvalidInputError(f"{path}: numbers of {found.dtype}: int16 or uint16 (bf16's bits) or floats wanted")
+    return found
+
+
+def _array(path: Path) -> npt.NDArray[Any]:
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":  # Of zip, which NumPy would leave open.
+            raise InvalidInputError(f"{path}: an archive, one array wanted")
+    found: npt.NDArray[Any] = np.load(path, mmap_mode="r")
     return found
 
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import native_build
 from fuzz import registry
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -99,12 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         sys.stderr.write(f"--target {', '.join(sorted(unknown))}: must be one of {', '.join(registry.NAMES)}\n")
         return 2
-    names = tuple(given.target or (("kernels",) if given.sanitize else registry.NAMES))
+    names = tuple(given.target or registry.NAMES)
     if given.replay is not None:
         return _replay(names, given.replay)
     BUILD.mkdir(parents=True, exist_ok=True)
-    if given.sanitize:
-        _sanitize()
     ledger = Ledger.load(LEDGER)
     if given.list:
         _list(ledger, names)
@@ -124,31 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=0, help="executions of each process; without end")
     parser.add_argument("--jobs", type=int, default=1, help="processes of a target at a time, which share a corpus (1)")
     parser.add_argument("--list", action="store_true", help="print the targets, and what was executed so far")
-    parser.add_argument(
-        "--sanitize", action="store_true", help="try the kernels alone, in a build with AddressSanitizer (cc, libasan)"
-    )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="try one input on the target that is given, once")
     return parser
-
-
-def _sanitize() -> None:
-    """Build the kernels with AddressSanitizer, and have processes that are started from now on try these.
-
-    Every allocation of Python is one of the C library then, so that one byte behind an array is noticed.
-    """
-    library = BUILD / "_kernels.abi3.so"
-    compiler = os.environ.get("CC", "cc")
-    options = ("-fsanitize=address", "-g", "-O1")
-    failure = native_build.compile_kernels(ROOT / native_build.PACKAGE, library, *options)
-    if failure is not None:
-        raise SystemExit(f"--sanitize: {failure}")
-    asked = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    os.environ |= {
-        "LD_PRELOAD": asked.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",
-        "KVSTRATA_FUZZ_KERNELS": str(library),
-    }
 
 
 def _fuzz(name: str, seconds: float, runs: int, jobs: int, ledger: Ledger) -> bool:
@@ -253,4 +228,5 @@ def _replay(names: Sequence[str], path: Path) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # So that sessions end with us.
     sys.exit(main())

@@ -5,19 +5,12 @@ An input is an operation, where its memories begin, its parameters and the bytes
 
 from __future__ import annotations
 
-import os
-import sys
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from fuzz.target import Target, expect
 from kvstrata_native import choice, forms, python
-
-KERNELS: Final = "KVSTRATA_FUZZ_KERNELS"
-"""Variable that names the library of kernels to try instead of ours, such as one with AddressSanitizer."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,11 +23,10 @@ _OF_WORDS: Final = (1, 3, 4, 5)
 
 
 class _Arena:
-    """Memory at an alignment between guards; where AddressSanitizer watches, the allocation ends with it instead."""
+    """Memory between guards, at an alignment."""
 
     def __init__(self, size_bytes: int, align: int) -> None:
-        after = b"" if KERNELS in os.environ else _GUARD
-        self._whole = np.frombuffer(_GUARD + bytes(align + size_bytes) + after, np.uint8).copy()
+        self._whole = np.frombuffer(_GUARD + bytes(align + size_bytes) + _GUARD, np.uint8).copy()
         self._begin, self._end = len(_GUARD) + align, len(_GUARD) + align + size_bytes
 
     @property
@@ -43,7 +35,7 @@ class _Arena:
 
     def check(self, what: str) -> None:
         before, after = bytes(self._whole[: self._begin]), bytes(self._whole[self._end :])
-        is_whole = before == _GUARD + bytes(len(before) - len(_GUARD)) and after in (_GUARD, b"")
+        is_whole = before == _GUARD + bytes(len(before) - len(_GUARD)) and after == _GUARD
         expect(is_whole, "nothing is written beside the target", what)
 
 
@@ -112,24 +104,8 @@ def _seeds() -> list[bytes]:
     return [*(head + x for head in heads), bytes(widened), bytes(unmixed)]
 
 
-def _compiled() -> Any:
-    """The kernels to try; None where there are none."""
-    path = os.environ.get(KERNELS)
-    if not path:
-        return choice.compiled()
-    name = "_kernels"  # By which the module's function to begin with is called.
-    found = sys.modules.get(KERNELS)
-    if found is None:
-        spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
-        assert spec is not None
-        assert spec.loader is not None
-        found = sys.modules[KERNELS] = module_from_spec(spec)
-        spec.loader.exec_module(found)
-    return found
-
-
 def _check(data: bytes) -> bool:
-    compiled = _compiled()
+    compiled = choice.compiled()
     if len(data) < _HEAD or compiled is None:
         return False
     wanted = _run(python, data)

@@ -5,7 +5,6 @@ take is bounded: memory by the kernel, time by libFuzzer's `-timeout`.
 """
 
 import logging
-import os
 import random
 import resource
 import sys
@@ -57,8 +56,7 @@ def main(name: str, arguments: list[str]) -> None:
         target.check(data)
 
     logging.disable()
-    if "LD_PRELOAD" not in os.environ:  # AddressSanitizer maps terabytes.
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     options = [f"-max_len={target.bytes_max}", "-timeout=20", "-rss_limit_mb=0", "-print_final_stats=1", *arguments]
     atheris.Setup([sys.argv[0], *options], check, custom_mutator=mutated)
     atheris.Fuzz()

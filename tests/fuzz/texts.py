@@ -6,6 +6,7 @@ import io
 import os
 import struct
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -224,7 +225,8 @@ def _captures() -> list[bytes]:
 def _check_captures(document: bytes) -> bool:
     """A file of NumPy, of safetensors, and a calibration."""
     taken = False
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of files that Python 2 has written.
         for name, read in (
             ("f.npy", calibration.read),
             ("f.safetensors", calibration.read),
