@@ -57,7 +57,7 @@ def attack(entry: Entry, names: list[str], scale: int) -> Iterator[tuple[str, Re
     """Try attacks on one system: those that may share one, then those that want one each."""
     for name in names:
         if entry.attacks and name not in entry.attacks:
-            yield name, Result(Seen.ABSENT, "it belongs to one engine process, has no port and no tenants"), 0.0
+            yield name, Result(Seen.ABSENT, entry.why), 0.0
     names = [name for name in names if not entry.attacks or name in entry.attacks]
     shared = [name for name in names if not ATTACKS[name].is_alone]
     groups = [shared] if shared else []
