@@ -57,7 +57,7 @@ def attack(entry: Entry, names: list[str], scale: int) -> Iterator[tuple[str, Re
     """Try attacks on one system: those that may share one, then those that want one each."""
     for name in names:
         if entry.attacks and name not in entry.attacks:
-            yield name, Result(Seen.ABSENT, "it belongs to one engine process, has no port and no tenants"), 0.0
+            yield name, Result(Seen.ABSENT, entry.why), 0.0
     names = [name for name in names if not entry.attacks or name in entry.attacks]
     shared = [name for name in names if not ATTACKS[name].is_alone]
     groups = [shared] if shared else []
@@ -91,6 +91,7 @@ def run(system: str, attacks: list[str], scale: int) -> Json:
             "seen": str(result.seen),
             "evidence": result.evidence,
             "seconds": round(took_s, 1),
+            "commit": about()["commit"],
             **({"outside": entry.outside[name]} if name in entry.outside else {}),
             **({"values": dict(result.values)} if result.values else {}),
         }
@@ -121,13 +122,22 @@ def kept(file: Path) -> Json:
     return dict(json.loads(file.read_text())["redteam"]) if file.exists() else {}
 
 
+def merged(before: Json, ran: Json) -> Json:
+    """What was seen last of every attack on every system, in the order of the table."""
+    found = dict(before)
+    for system, said in ran.items():
+        rows = {**before.get(system, {}).get("attacks", {}), **said["attacks"]}
+        found[system] = {**said, "attacks": {name: rows[name] for name in ATTACKS if name in rows}}
+    return {name: found[name] for name in SYSTEMS if name in found}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run; 1 when an attack harms kvstrata, or could not be carried out on it."""
     parser = argparse.ArgumentParser(prog="redteam", description=__doc__)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="default: all")
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS, help="default: all")
     parser.add_argument("--full", action="store_true", help="twice the counts; default: short")
-    parser.add_argument("--json", type=Path, help="put what was seen into this file; other systems' part of it stays")
+    parser.add_argument("--json", type=Path, help="put what was seen into this file; what was seen else stays")
     parser.add_argument("--page", type=Path, help="put the table of all that the file of --json tells into this page")
     given = parser.parse_args(argv)
     if given.page and not given.json:
@@ -137,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     for system in given.systems:
         ran[system] = run(system, given.attacks, 2 if given.full else 1)
         if given.json:
-            given.json.write_text(json.dumps({"redteam": {**kept(given.json), **ran}}, indent=1) + "\n")
+            given.json.write_text(json.dumps({"redteam": merged(kept(given.json), ran)}, indent=1) + "\n")
     if given.page:
         report.write(given.page, kept(given.json))
     sys.stdout.write(json.dumps({"redteam": ran}) + "\n")

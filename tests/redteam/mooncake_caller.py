@@ -25,7 +25,7 @@ from redteam.callers import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Block, serve, tok
 HOST = "127.0.0.1"
 SEGMENT_BYTES = 32 << 20
 ALIGN_BYTES = 16 << 20
-REST_S = 15.0
+REST_S = 45.0
 POLL_S = 0.1
 MISSING = -704
 """OBJECT_NOT_FOUND."""

@@ -340,6 +340,7 @@ class Mooncake(Server):
     """Mooncake's master; clients bring the memory, and the files."""
 
     has_tenants: bool = False
+    has_checksums: bool = False
     stops_to_rest: ClassVar[bool] = False
 
     def start(self) -> None:
@@ -366,7 +367,7 @@ class Mooncake(Server):
         name = who if self.has_tenants and who in TENANTS else ""
         disk = str(self.disk / who) if who in TENANTS else ""
         arguments = (str(self._free_ports(2)[0]), name, disk)
-        checks = (("MOONCAKE_STORE_CHECKSUM", "1"),) if self.has_tenants else ()
+        checks = (("MOONCAKE_STORE_CHECKSUM", "1"),) if self.has_checksums else ()
         return Command("mooncake", _python("mooncake"), "redteam.mooncake_caller", arguments, (*CODE, *checks))
 
     def rest(self, owner: Driver, prompts: list[int]) -> list[int]:
@@ -411,6 +412,8 @@ class Entry:
     """Attacks that are outside of what it claims to withstand, and why."""
     attacks: tuple[str, ...] = ()
     """Those that have something to attack; empty: all."""
+    why: str = ""
+    """Why the others have nothing."""
 
     @property
     def is_ours(self) -> bool:
@@ -442,15 +445,23 @@ SYSTEMS: Final[Mapping[str, Entry]] = {
         "LMCache LocalDisk backend, in the engine's process", "lmcache", LMCacheDisk,
         {"flip": _DISK, "swap": _DISK},
         ("flip", "swap", "crash", "full"),
+        "it belongs to one engine process, has no port and no tenants",
     ),
     "mooncake": Entry(
         "Mooncake store", "mooncake", Mooncake,
         {"read": _TRUSTED, "guess": _TRUSTED, "stolen": _NETWORK, "nobody": _NETWORK, "listing": _NETWORK,
          "timing": _TRUSTED, "stale": _NETWORK, "flip": _DISK, "swap": _DISK},
     ),
+    "mooncake-checksums": Entry(
+        "Mooncake store, MOONCAKE_STORE_CHECKSUM", "mooncake",
+        lambda home, disk: Mooncake(home, disk, has_checksums=True),
+        {"flip": _DISK, "swap": _DISK},
+        ("swap", "flip"),
+        "nothing but what is read from files is another than without",
+    ),
     "mooncake-tenants": Entry(
         "Mooncake store, enable_multi_tenants and checksums", "mooncake",
-        lambda home, disk: Mooncake(home, disk, has_tenants=True),
+        lambda home, disk: Mooncake(home, disk, has_tenants=True, has_checksums=True),
         {"stolen": _NAME, "guess": _NAME, "nobody": _NETWORK, "listing": _NETWORK, "stale": _NETWORK,
          "flip": _DISK, "swap": _DISK},
     ),
