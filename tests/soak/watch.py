@@ -19,13 +19,13 @@ from kvstrata_api.units import MIB
 REST_S: Final = 180.0
 """Until everything is again as it was before a fault: a fenced agent, a lost directory, a busy machine included."""
 LOOK_S: Final = 0.5
-GROWTH_SAMPLES_MIN: Final = 6
-"""A process that did not live for so many rounds says nothing of growth."""
+GROWTH_SAMPLES_MIN: Final = 20
+"""A process that did not live for so many rounds says nothing of growth: pools of threads fill at first."""
 MEMORY_GROWTH: Final = 1.25
 MEMORY_SLACK_BYTES: Final = 24 * MIB
 """Arenas of malloc and caches that are still filling up: a leak of 2 h passes it."""
-COUNT_SLACK: Final = 16
-"""Descriptors and threads come and go with connections."""
+COUNT_SLACK: Final = 64
+"""Descriptors and threads come and go with connections and segments; one more in each round of 2 h passes it."""
 
 OF_THE_LOAD: Final = frozenset({"CacheEffective", "CalibrationCurrent", "StoresKeepUp"})
 """Conditions that judge what engines ask for and how fast the machine is, not whether the fleet is whole."""

@@ -42,7 +42,7 @@ def test_memory_that_grows_in_every_round_is_told() -> None:
 
 
 def test_descriptors_that_grow_by_one_a_round_are_told() -> None:
-    (line,) = grown(life(*[100] * 60, step=1))
+    (line,) = grown(life(*[100] * 200, step=1))
 
     assert line.startswith("descriptors grew from ")
 
