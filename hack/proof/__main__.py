@@ -18,10 +18,7 @@ from proof.steps import ROOT, SOAK_MINUTES, Step, steps
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, list or report."""
     given = _parser().parse_args(argv)
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # A shell's background job would ignore the first, and so its commands.
+    for signum in (signal.SIGINT, signal.SIGTERM):  # A shell's background job would ignore the first.
         signal.signal(signum, signal.default_int_handler)
     try:
         chosen = choose(steps(given.minutes), given.only)

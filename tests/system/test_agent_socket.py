@@ -350,6 +350,7 @@ def test_each_request_has_the_answer_that_the_protocol_names(agent: AgentThread)
         wire.ReportEngine(25, 1000.0),
         wire.WhyMiss(29, scope, keys),
         wire.RouteHint(30, scope, keys),
+        wire.CloseExtents(31, (99,)),
         wire.Retain(26, "s", 60.0),
         wire.Demote(27, scope, keys),
         wire.Fetch(28, scope, keys),

@@ -63,6 +63,7 @@ NUMBERS: Final[dict[str, Callable[[int], wire.AnyRequest]]] = {
     "release": lambda n: wire.Release(1, (n,), (n,)),
     "publish": lambda n: wire.Publish(1, (n,), (b"0" * 16,)),
     "abandon": lambda n: wire.Abandon(1, (n,)),
+    "close_extents": lambda n: wire.CloseExtents(1, (n,)),
 }
 
 
