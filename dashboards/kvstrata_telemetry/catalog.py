@@ -118,7 +118,7 @@ AGENT: Final = (
     Metric(
         "kvstrata_lent_bytes_total", Kind.COUNTER,
         "Of the blocks leased to readers, bytes to be read in place in the memory of a device.",
-        ("pool", "node", "tier"),
+        ("pool", "node", "tier"), values={},
     ),
     Metric(
         "kvstrata_load_tokens_total", Kind.COUNTER,

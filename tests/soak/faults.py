@@ -15,6 +15,7 @@ from typing import Final
 
 from demo.errors import DemoError
 from demo.world import NODES, POOL, START_S, World
+from kvstrata_agent.backends.file.claim import POOL_FILE, STORE_FILE
 
 SIZES: Final = {"dram": "48Mi", "cxl": "16Mi", "nvme": "96Mi"}
 """Of the tiers while nothing is done to them: less than the sessions have, so that blocks are always on the move."""
@@ -77,7 +78,8 @@ def redis_frozen(world: World, _: Random) -> Iterator[None]:
 def engine_killed(world: World, chance: Random) -> Iterator[None]:
     """`kill -9` of an engine process amid its stores and loads."""
     argv = [sys.executable, "-m", "soak.engine_process", str(world.runner.socket(NODES[0])), "demo"]
-    with subprocess.Popen([*argv, str(world.token("alpha"))], stdout=subprocess.DEVNULL) as engine:
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen([*argv, str(world.token("alpha"))], env=paths, stdout=subprocess.DEVNULL) as engine:
         try:
             yield
             time.sleep(chance.uniform(0.0, 1.0))
@@ -102,9 +104,13 @@ def disk_full(world: World, _: Random) -> Iterator[None]:
 
 @contextmanager
 def bytes_flipped(world: World, chance: Random) -> Iterator[None]:
-    """Bytes at rest become others: in segments of the disks and in objects."""
+    """Bytes at rest become others: in segments of the disks and in objects.
+
+    Not in claims: a folder whose claim nobody can read is left alone, its tier `Failed`, until a person has looked.
+    """
     host = world.root / "host" / POOL
-    files = [path for path in (*host.rglob("seg-*.kv"), *(host / "objects").rglob("*")) if path.is_file()]
+    objects = (path for path in (host / "objects").rglob("*") if path.name not in (POOL_FILE, STORE_FILE))
+    files = [path for path in (*host.rglob("seg-*.kv"), *objects) if path.is_file()]
     for path in chance.sample(files, min(len(files), 8)):
         with suppress(OSError), path.open("r+b") as file:  # Its owner has removed it.
             size = path.stat().st_size

@@ -31,6 +31,7 @@ STILL = {
     "kvstrata_early_reads_total": "whether a block is asked for again within a minute is the machine's pace",
     "kvstrata_engine_memory_reaped_files_total": "test_engine_memory",
     "kvstrata_damped_promotions_total": "whether memory thrashes for so long is the machine's pace",
+    "kvstrata_lent_bytes_total": "tests/contract/test_device_lending.py: a device has to lend its memory",
     "kvstrata_metadata_erase_claims_refused_total": "test_metadata_erase",
     "kvstrata_metadata_erased_locations_total": "test_metadata_erase: agents withdraw them first",
     "kvstrata_metadata_erased_scopes_total": "test_metadata_erase: after the scope's grace",

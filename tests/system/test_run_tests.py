@@ -97,7 +97,8 @@ def test_a_file_that_cannot_be_read_as_a_test_fails_the_run(tmp_path: Path) -> N
 LEAVES = {
     "process": "import subprocess\ndef test_it(): subprocess.Popen(['sleep', '20'])",
     "process that was let go": (
-        "import subprocess\ndef test_it(): subprocess.run(['sh', '-c', 'setsid sleep 20 >/dev/null 2>&1 &'])"
+        "import subprocess\ndef test_it(): subprocess.run(['sh', '-c', 'setsid sleep 20 >/dev/null 2>&1 & '"
+        "\n    'until grep -q sleep /proc/$!/comm; do :; done'])"  # Before that it has no environment to be known by.
     ),
     "temporary file": "import tempfile\ndef test_it(): tempfile.mkdtemp()",
     "temporary file in memory": (

@@ -120,6 +120,7 @@ def request_of(engine: TokenEngine, verb: type[wire.AnyRequest]) -> wire.AnyRequ
         wire.CloseSession: ("none",),
         wire.CountLoad: (0, 0),
         wire.Release: ((1,),),
+        wire.CloseExtents: ((1,),),
         wire.Publish: ((), ()),
         wire.Abandon: ((1,),),
         wire.Reserve: (scope, b"", key),

@@ -277,12 +277,13 @@ def _overfull() -> Iterator[tuple[list[Any], list[Any]]]:
     attach = raw_caller.fields(wire.Attach(7, "c", "pool", LAYOUT))
     lookup = raw_caller.fields(wire.Lookup(7, "tenant/c/uid-c/v1", bytes(KEY_BYTES)))
     session = raw_caller.fields(wire.OpenSession(7, "s"))
+    layout = next(at for at, value in enumerate(attach) if isinstance(value, dict))
     for name in CHOSEN:
         for chosen in ("a", str(SHARE), b"\0" * 32):
             for plain in (attach, lookup, session):
                 yield plain, [*plain, name, chosen]
                 yield plain, [*plain, {name: chosen}]
-            yield attach, [*attach[:-1], {**attach[-1], name: chosen}]
+            yield attach, [*attach[:layout], {**attach[layout], name: chosen}, *attach[layout + 1 :]]
 
 
 def _is_heard(path: Path, plain: list[Any], more: list[Any]) -> list[str]:
