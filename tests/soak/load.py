@@ -55,7 +55,9 @@ class Sessions:
         """Begin with one."""
         self._random, self._llama, self._layout = Random(seed), llama, layout
         recorded = sorted((EXAMPLES / "transcripts").glob("*.jsonl"))
-        self._texts = ["".join(json.loads(line)["appended"] for line in path.open()) for path in recorded]
+        self._texts = [
+            "".join(json.loads(line)["appended"] for line in path.read_text().splitlines()) for path in recorded
+        ]
         self._alive: deque[Uninterrupted] = deque(maxlen=SESSIONS)
         self._count = 0
         self.bound_s = STUCK_S
