@@ -93,13 +93,16 @@ func connect(target Target) (*connection, error) {
 	return c, nil
 }
 
+// noDevices says that this client opens the memory of no device.
+var noDevices = []any{}
+
 // attach presents the token, for the first time or again.
 func (c *connection) attach(target Target) error {
 	token, err := target.Token()
 	if err != nil {
 		return err
 	}
-	granted, err := c.ask(target.Timeout, "Attach", token, target.Pool, target.Layout.fields())
+	granted, err := c.ask(target.Timeout, "Attach", token, target.Pool, target.Layout.fields(), noDevices)
 	if err != nil {
 		return err
 	}
