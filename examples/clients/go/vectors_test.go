@@ -133,7 +133,7 @@ func TestAnAttachIsWrittenAsTheAgentReadsIt(t *testing.T) {
 	found := read(t)
 	for _, v := range found.Frames {
 		if v.Kind == "Attach" {
-			body := appendValue(nil, []any{"Attach", 2000, "token", "pool", found.Layouts[0].Layout.fields(), noDevices})
+			body := appendValue(nil, []any{"Attach", 2000, "token", "pool", found.Layouts[0].Layout.fields(), []any{"devices"}})
 			if hex.EncodeToString(body) != v.Frame[8:] {
 				t.Errorf("%x, %s wanted", body, v.Frame[8:])
 			}
