@@ -165,7 +165,7 @@ def test_an_uninstall_keeps_crds_a_new_release_takes_them_over_and_the_notes_rem
     try:
         assert removing.wait(REMOVED_S) == 0
     except subprocess.TimeoutExpired:
-        pytest.fail(f"not removed within {REMOVED_S:.0f} s: {plane.kubectl('get', 'crd,kvp,kvt,kvtd', '-o', 'yaml')}")
+        pytest.fail(f"not removed within {REMOVED_S:.0f} s: {plane.kubectl('get', 'crd', '-o', 'yaml')}")
     finally:
         with suppress(ProcessLookupError):
             os.killpg(removing.pid, signal.SIGKILL)
