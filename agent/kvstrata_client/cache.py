@@ -72,11 +72,7 @@ class PrefixCache:
             _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
         )
         check_buffer(job.target, into)
-        with span("kvstrata.client.load", session_id=session, requested_blocks=job.lacking_blocks) as active:
-            loaded = self._client.run(load(job, into))
-            active.set(hit_blocks=loaded.blocks)
-        self._client.counters.note_load(job.lacking_blocks, loaded)
-        return _vouched(loaded, is_strict=self._client.is_strict)
+        return self._loaded(job, into, session)
 
     @property
     def devices(self) -> Devices | None:
@@ -100,6 +96,9 @@ class PrefixCache:
         job = replace(
             _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
         )
+        return self._loaded(job, into, session)
+
+    def _loaded(self, job: Job, into: Bytes2D | DeviceRows | None, session: str) -> Loaded:
         with span("kvstrata.client.load", session_id=session, requested_blocks=job.lacking_blocks) as active:
             loaded = self._client.run(load(job, into))
             active.set(hit_blocks=loaded.blocks)

@@ -145,16 +145,16 @@ def read(text: str, source: str) -> Hardware:
 
 def _problems(error: ValidationError) -> list[str]:
     found = error.errors(include_url=False)
-    told = []
+    problems = []
     for one in found[:PROBLEMS_MAX]:
         where = ".".join(str(part) for part in one["loc"] if part != "[key]")
         if one["type"] == "extra_forbidden":
-            told.append(f"{where}: unknown field")
+            problems.append(f"{where}: unknown field")
         elif one["type"] == "missing":
-            told.append(f"{where}: has to be given")
+            problems.append(f"{where}: has to be given")
         else:
-            told.append(f"{where}: {one['input']!r:.60}: {one['msg']}")
-    return told + ([f"and {len(found) - PROBLEMS_MAX} more"] if len(found) > PROBLEMS_MAX else [])
+            problems.append(f"{where}: {one['input']!r:.60}: {one['msg']}")
+    return problems + ([f"and {len(found) - PROBLEMS_MAX} more"] if len(found) > PROBLEMS_MAX else [])
 
 
 @dataclass(frozen=True, slots=True)
