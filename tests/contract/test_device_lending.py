@@ -21,7 +21,7 @@ from kvstrata_client.connectors.device_blocks import HostDevices, Rows, rows_of
 from kvstrata_client.prompt import pipeline
 from kvstrata_client.verbs.results import Lease
 from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller
-from support.agent.lending import hbm_of, lending_tiers, raise_all
+from support.agent.lending import borrowed, hbm_of, lending_tiers, raise_all
 from support.agent.process import agent_process, raised
 from support.agent.thread import AgentThread
 from support.client.attached import BLOCKS, PATIENT_S, TOKENS, content, target, until
@@ -122,13 +122,12 @@ def test_a_client_that_is_killed_holds_neither_blocks_nor_memory(tmp_path: Path)
             assert holder.stdout is not None
             assert int(holder.stdout.readline()) == BLOCKS
             assert len(agent.core.node.leases) == BLOCKS
-            memory = hbm_of(agent).memory
-            assert memory._borrowers
+            assert borrowed(agent)[0] > 0
 
             holder.kill()
 
         until(lambda: len(agent.core.node.leases) == 0)
-        until(lambda: not memory._borrowers)
+        until(lambda: borrowed(agent) == (0, 0))
         assert agent.wait(hbm_of(agent).resize(0))
         agent.call(lambda: agent.core.node.revoke(agent.core.node.tiers[0]))
-        assert not memory._lent
+        assert borrowed(agent) == (0, 0)

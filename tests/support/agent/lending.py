@@ -6,6 +6,7 @@ from kvstrata_agent.movement.path import Priority
 from kvstrata_api.models.poolnode import NodeTier
 from support.agent.doubles import BLOCK_BYTES, dram_tier
 from support.agent.thread import AgentThread
+from support.client.attached import PATIENT_S
 
 HBM_BLOCKS = 64
 
@@ -42,3 +43,12 @@ def hbm_of(agent: AgentThread) -> HbmTier:
     backend = agent.core.node.tiers[0].backend
     assert isinstance(backend, HbmTier)
     return backend
+
+
+def borrowed(agent: AgentThread) -> tuple[int, int]:
+    """Extents of the HBM tier that clients have open, and how many were released and are open still.
+
+    The tier's own thread notes what is lent and given back; it is asked there, behind all that was asked of it before.
+    """
+    hbm = hbm_of(agent)
+    return hbm._thread.submit(lambda: (len(hbm.memory._borrowers), len(hbm.memory._lent))).result(PATIENT_S)

@@ -24,7 +24,7 @@ from kvstrata_client.connectors.device_blocks import HostDevices, rows_of
 from kvstrata_client.connectors.paged import ORDER, LoadedPages, PagedConnector, PagedKv
 from kvstrata_native.devices import EMULATED, Opened
 from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller
-from support.agent.lending import hbm_of, lending_tiers, raise_all
+from support.agent.lending import borrowed, hbm_of, lending_tiers, raise_all
 from support.agent.process import DOMAIN, member
 from support.agent.thread import AgentThread
 from support.client.attached import BLOCKS, PATIENT_S, TOKENS, content, keys_of, target, until
@@ -142,9 +142,9 @@ def test_a_lease_keeps_its_block_where_it_is_and_an_extent_where_it_is_open(tmp_
             assert bytes(leases[1].tensor.numpy()) == content()[1].tobytes()
 
         until(lambda: not hbm.memory.tensors)
-        assert len(hbm.memory._lent) == extents  # Cleared, and open in the client still.
+        assert borrowed(agent) == (extents, extents)  # Cleared, and open in the client still.
         assert PrefixCache(client).load(TOKENS).blocks == 0  # Its answer names what has gone.
-        until(lambda: not hbm.memory._lent)
+        until(lambda: borrowed(agent) == (0, 0))
 
 
 def test_a_client_that_goes_gives_back_what_it_had_open(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_a_client_that_goes_gives_back_what_it_had_open(tmp_path: Path) -> None:
         stored(agent, keeper)
         with attached(agent) as client:
             assert loaded(client)[1] == BLOCKS
-            assert hbm_of(agent).memory._borrowers
+            assert borrowed(agent) == (len(hbm_of(agent).memory.tensors), 0)
 
-        until(lambda: not hbm_of(agent).memory._borrowers)
+        until(lambda: borrowed(agent) == (0, 0))
 
 
 def test_another_tenant_gets_neither_block_nor_device_memory(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_another_tenant_gets_neither_block_nor_device_memory(tmp_path: Path) -> 
             assert len(leases) == 0
 
         assert loaded(other)[:2] == (0, 0)
-        assert not hbm_of(agent).memory._borrowers
+        assert borrowed(agent) == (0, 0)
         assert other._link is not None
         assert not other._link.protocol._devices._open
 
@@ -181,7 +181,7 @@ def test_blocks_that_tenants_share_are_copied_because_a_mapping_could_be_written
 
         assert (blocks, in_place) == (BLOCKS, 0)
         assert np.array_equal(found, content())
-        assert not hbm_of(agent).memory._borrowers
+        assert borrowed(agent) == (0, 0)
 
 
 def test_nobody_gets_a_device_that_it_did_not_name(tmp_path: Path) -> None:
