@@ -259,13 +259,17 @@ class Ours(Tiers):
     ) -> None:
         """By the rules of a pool, and what the policy is told of requests."""
         self._is_lru = rules.eviction == "LeafLRU"
+        self._used_s = [0.0] * len(trace.lengths)
+        """When each run was used last."""
         self._cascades = rules.placement == "Cascade"
         self._facts = facts(trace, hints)
         self._memories = rules.memories
         self._table: MarkTable[int] = MarkTable()
         self.reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
         self._prices = [Price() for _ in capacities]
-        self.admission: WriteAdmission[int] | None = WriteAdmission() if rules.has_admission else None
+        self.admission: WriteAdmission[int] | None = None
+        if rules.has_admission and not self._is_lru:
+            self.admission = WriteAdmission()
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write)
         behind = slice(rules.engine_levels, None)
@@ -276,13 +280,21 @@ class Ours(Tiers):
         return LeafLru(level) if self._is_lru else _Least(level, self, next(self._seeds))
 
     def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
-        """Learn from it."""
+        """Learn from it; nothing is learned where the least recently used leaves."""
         super().asked(number, path, now_s)
+        if self._is_lru:
+            return
         lengths = self.levels[0].lengths
         sizes = [lengths[run] for run in path]
         if self.admission is not None:
             self.admission.asked(path, sum(sizes))
         self.reuse.begin(path, sizes, self._facts[number], now_s)
+
+    def used(self, number: int, path: Sequence[int], now_s: float) -> None:
+        """Note when, and go on."""
+        for run in path:
+            self._used_s[run] = now_s
+        super().used(number, path, now_s)
 
     def target(self, tier: int, run: int) -> int:
         """By the reuse interval, or the next slower one."""
@@ -320,7 +332,9 @@ class Ours(Tiers):
             super().leave(tier, run, blocks - declined)
 
     def worth(self, run: int) -> float:
-        """Of a run's blocks."""
+        """Of a run's blocks; of what nothing was learned about, by age alone."""
+        if self._is_lru:
+            return self.reuse.times.overall(self.now_s - self._used_s[run])
         return self.reuse.worth(run, self._table.marks.get(run, UNMARKED), self.now_s)
 
     def gone(self, level: Cache, run: int) -> None:

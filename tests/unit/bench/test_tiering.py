@@ -186,3 +186,21 @@ def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
         slow, fast = tiers.levels[1], tiers.levels[0]
         in_flash = [held - quick for held, quick in zip(slow.held, fast.held, strict=True)]
         assert all(blocks <= stored for blocks, stored in zip(in_flash, tiers.stored[1], strict=True)), number
+
+
+@pytest.mark.parametrize(("eviction", "is_spared"), [("ReuseAware", True), ("LeafLRU", False)])
+def test_writes_are_spared_only_where_the_agent_learns_what_returns(eviction: str, *, is_spared: bool) -> None:
+    trace, offered = _once_and_again(300), 0
+
+    def counted(tier: int, blocks: int) -> bool:
+        nonlocal offered
+        offered += blocks
+        return True
+
+    tiers = Ours(trace, [300, 4500], counted, rules=Rules(eviction=eviction, memories=1))
+    for number, path in enumerate(trace.paths):
+        tiers.asked(number, path, trace.at_s[number])
+        tiers.used(number, path, trace.at_s[number])
+
+    everything = trace.unique_blocks - tiers.levels[0].used_blocks
+    assert offered < everything / 1.5 if is_spared else offered >= everything
