@@ -114,13 +114,17 @@ class Fleet:
         return Machine(self.engine, (Memory(ENGINE_MEMORY, self.kv_bytes), *(place.memory for place in self.places)))
 
     def capacities(self, trace: Trace) -> list[int]:
-        """Blocks of the trace that each level holds; a level has what faster ones have, so never less."""
+        """Blocks of the trace that each tier holds; the first one behind the engine has what that has, so never less.
+
+        A tier that new blocks pass by holds none of its own.
+        """
         block_bytes = trace.block_tokens * self.engine.kv_bytes_per_token
         found = [max(1, int(self.kv_bytes / block_bytes))]
         for level, place in enumerate(self.places, 1):
             own = int(place.memory.size_bytes * self.high_part / block_bytes)
-            passed = self.passes_memory and level < self.rules.memories
-            found.append(found[-1] if passed else max(found[-1], own))
+            is_passed = self.passes_memory and level < self.rules.memories
+            least = found[0] if level <= self.rules.engine_levels else 0
+            found.append(least if is_passed else max(least, own))
         return found
 
     @property

@@ -1,8 +1,9 @@
 """Blocks of a trace in the tiers of a machine: who leaves, where to, and what is written on the way. Pure.
 
 Tiers are nested caches, as chains' heads are never in a slower tier than what continues them: level k holds what is in
-tier k or in a faster one, and has the size of tier k, as if everything faster had a copy there. A prefix that was used
-is in the fastest tier, and copies that it had in slower ones stay; so what leaves a tier is written only once.
+tier k or in a faster one. A prefix that was used is in the fastest tier, and copies that it had in slower ones stay; so
+what leaves a tier is written only once. An engine saves what it computes to the first tier behind its own, which has
+all that the engine has; tiers behind that one have what was written into them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Source(NamedTuple):
 
 
 class Tiers:
-    """Levels with a policy each. Subclasses say which; `capacities` are those of the levels, in blocks."""
+    """Levels with a policy each. Subclasses say which; `capacities` are those of the tiers, in blocks."""
 
-    def __init__(self, trace: Trace, capacities: Sequence[int], write: Write) -> None:
+    def __init__(self, trace: Trace, capacities: Sequence[int], write: Write, engine_levels: int = 1) -> None:
         self.levels = [Cache(trace, blocks) for blocks in capacities]
         self.floors = list(capacities)
         """Blocks that a level keeps once it had more than it may; fewer where a low watermark is below the high one."""
@@ -44,11 +45,18 @@ class Tiers:
         self.write = write
         self.stored = [[0] * len(trace.lengths) for _ in capacities]
         """Blocks of each run that were written into each tier, and are in it or in a faster one."""
+        self._stored_blocks = [0] * len(capacities)
+        self._saved_levels = engine_levels + 1
+        """The engine's own and the one that it saves to."""
         self.now_s = 0.0
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
         """What decides at one level."""
         return LeafLru(level)
+
+    def used_blocks(self, tier: int) -> int:
+        """Blocks that are in a tier, copies of what faster ones have among them."""
+        return self.levels[tier].used_blocks if tier < self._saved_levels else self._stored_blocks[tier]
 
     def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
         """A request names its chain."""
@@ -77,7 +85,8 @@ class Tiers:
         self.insert(path)
         for policy in self.policies:
             policy.stored(number, path)
-        for tier in reversed(range(len(self.levels))):
+        saved = min(self._saved_levels, len(self.levels))
+        for tier in (*reversed(range(saved)), *range(saved, len(self.levels))):
             self.shrink(tier)
 
     def insert(self, path: Sequence[int]) -> None:
@@ -88,11 +97,15 @@ class Tiers:
     def shrink(self, tier: int) -> None:
         """Let blocks leave a level until it has no more than it may."""
         level, policy = self.levels[tier], self.policies[tier]
-        if level.used_blocks <= level.capacity_blocks:
+        if self.used_blocks(tier) <= level.capacity_blocks:
             return
-        while (excess := level.used_blocks - self.floors[tier]) > 0:
+        while (excess := self.used_blocks(tier) - self.floors[tier]) > 0:
             run = policy.victim()
-            self.leave(tier, run, min(excess, policy.blocks_of(run), level.held[run]))
+            self.leave(tier, run, min(excess, policy.blocks_of(run), self._alone(tier, run) or level.held[run]))
+
+    def _alone(self, tier: int, run: int) -> int:
+        """Blocks of a run that no faster tier has."""
+        return self.levels[tier].held[run] - (self.levels[tier - 1].held[run] if tier else 0)
 
     def leave(self, tier: int, run: int, blocks: int) -> None:
         """Blocks of a leaf leave a level for a slower tier that takes them, or for good."""
@@ -110,15 +123,19 @@ class Tiers:
     def keep(self, tier: int, run: int, blocks: int) -> bool:
         """Have blocks that leave a faster tier in this one: those that were not there are written."""
         missing = self.missing(tier, run, blocks)
-        if missing and not self.write(tier, missing):
+        if missing and not (self.levels[tier].capacity_blocks and self.write(tier, missing)):
             return False
-        self.stored[tier][run] += missing
+        self.note(tier, run, self.stored[tier][run] + missing)
         return True
+
+    def note(self, tier: int, run: int, blocks: int) -> None:
+        """So many blocks of a run are written in a tier now."""
+        self._stored_blocks[tier] += blocks - self.stored[tier][run]
+        self.stored[tier][run] = blocks
 
     def missing(self, tier: int, run: int, blocks: int) -> int:
         """Blocks, of those that leave a faster tier, that this one has no copy of."""
-        copies = self.stored[tier][run] - (self.levels[tier].held[run] - self.levels[tier - 1].held[run])
-        return blocks - min(blocks, max(0, copies))
+        return blocks - min(blocks, max(0, self.stored[tier][run] - self._alone(tier, run)))
 
     def target(self, tier: int, run: int) -> int:
         """Tier that a run goes to when it leaves one; the count of tiers for none."""
@@ -129,8 +146,10 @@ class Tiers:
         level, policy = self.levels[tier], self.policies[tier]
         if level.held[run] <= kept or not level.is_leaf(run):
             return
-        parent = level.cut(run, level.held[run] - kept)
-        self.stored[tier][run] = min(self.stored[tier][run], kept)
+        leaving = level.held[run] - kept
+        left = self.stored[tier][run] - min(leaving, self._alone(tier, run))
+        self.note(tier, run, max(0, min(left, kept)))
+        parent = level.cut(run, leaving)
         if not level.held[run]:
             policy.gone(run)
         if parent:
@@ -148,7 +167,7 @@ class WriteThrough(Tiers):
             missing = {run: lengths[run] - stored[run] for run in path if stored[run] < lengths[run]}
             if missing and self.write(tier, sum(missing.values())):
                 for run in missing:
-                    stored[run] = lengths[run]
+                    self.note(tier, run, lengths[run])
 
     def keep(self, tier: int, run: int, blocks: int) -> bool:
         """It is in the slower tier already, or was lost on the way there."""
@@ -271,7 +290,7 @@ class Ours(Tiers):
         if rules.has_admission and not self._is_lru:
             self.admission = WriteAdmission()
         self._seeds = iter(range(1, 100))
-        super().__init__(trace, capacities, write)
+        super().__init__(trace, capacities, write, rules.engine_levels)
         behind = slice(rules.engine_levels, None)
         self.floors[behind] = [max(1, int(blocks * rules.low_part)) for blocks in capacities[behind]]
 
@@ -319,7 +338,7 @@ class Ours(Tiers):
 
     def _facts_of(self, tier: int) -> TierFacts:
         level = self.levels[tier]
-        price = self._prices[tier].per_s if level.used_blocks >= level.capacity_blocks else 0.0
+        price = self._prices[tier].per_s if self.used_blocks(tier) >= level.capacity_blocks else 0.0
         return TierFacts(str(tier), tier, takes_writes=True, survives_restart=False, is_memory=False, price_per_s=price)
 
     def leave(self, tier: int, run: int, blocks: int) -> None:

@@ -78,7 +78,7 @@ def test_no_level_holds_more_than_it_may_and_slower_ones_hold_what_faster_ones_d
         found = tiers.sources(path)
         assert [s.tier for s in found[1:] if s.blocks <= 0] == []
         tiers.used(number, path, trace.at_s[number])
-        assert all(level.used_blocks <= level.capacity_blocks for level in tiers.levels)
+        assert all(tiers.used_blocks(tier) <= level.capacity_blocks for tier, level in enumerate(tiers.levels))
     for faster, slower in zip(tiers.levels, tiers.levels[1:], strict=False):
         assert all(a <= b for a, b in zip(faster.held, slower.held, strict=True))
 
