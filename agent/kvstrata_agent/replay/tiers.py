@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -281,6 +281,10 @@ class Ours(Tiers):
         self._used_s = [0.0] * len(trace.lengths)
         """When each run was used last."""
         self._cascades = rules.placement == "Cascade"
+        self._sends_down = rules.has_admission
+        self._sessions: set[Hashable] = set()
+        self._is_first_turn = True
+        """Of the request that is under way, as far as the agent knows."""
         self._facts = facts(trace, hints)
         self._memories = rules.memories
         self._table: MarkTable[int] = MarkTable()
@@ -313,7 +317,28 @@ class Ours(Tiers):
         """Note when, and go on."""
         for run in path:
             self._used_s[run] = now_s
+        session = self._facts[number].session
+        self._is_first_turn = session is None or session not in self._sessions
+        self._sessions.add(session)
         super().used(number, path, now_s)
+
+    def insert(self, path: Sequence[int]) -> None:
+        """What is new goes down at once where memory is above its high watermark (`policy.admission.admit`)."""
+        known = self.levels[-1].held
+        new = [(run, self.levels[0].lengths[run] - known[run]) for run in reversed(path)]
+        super().insert(path)
+        target = self._saved_levels
+        if not (self._sends_down and self._is_first_turn and target < len(self.levels)):
+            return
+        level = self.levels[target - 1]
+        excess = level.used_blocks - level.capacity_blocks
+        for run, blocks in new:
+            sent = min(excess, blocks)
+            if sent <= 0:
+                break
+            excess -= sent
+            if not self._declined(target, run, sent):
+                self.keep(target, run, sent)
 
     def target(self, tier: int, run: int) -> int:
         """By the reuse interval, or the next slower one."""

@@ -204,3 +204,14 @@ def test_writes_are_spared_only_where_the_agent_learns_what_returns(eviction: st
 
     everything = trace.unique_blocks - tiers.levels[0].used_blocks
     assert offered < everything / 1.5 if is_spared else offered >= everything
+
+
+@pytest.mark.parametrize(("has_admission", "below"), [(True, 40), (False, 20)])
+def test_what_is_new_above_the_high_watermark_goes_down_while_it_stays(*, has_admission: bool, below: int) -> None:
+    trace = _trace((0.0, range(60)), (1.0, range(100, 160)))
+    tiers = Ours(trace, [1, 100, 1000], _always, rules=Rules(eviction="LeafLRU", has_admission=has_admission))
+    for number, path in enumerate(trace.paths):
+        tiers.used(number, path, float(number))
+
+    assert tiers.sources(trace.paths[1]) == [Source(0, 1), Source(1, 59)]
+    assert tiers.used_blocks(2) == below
