@@ -48,6 +48,8 @@ class Tiers:
         self._stored_blocks = [0] * len(capacities)
         self._saved_levels = engine_levels + 1
         """The engine's own and the one that it saves to."""
+        self.used_s = [0.0] * len(trace.lengths)
+        """When each run was used last."""
         self.now_s = 0.0
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
@@ -82,6 +84,8 @@ class Tiers:
     def used(self, number: int, path: Sequence[int], now_s: float) -> None:
         """The engine has all of a chain: it is in the fastest tier, and others leave until it fits."""
         self.now_s = now_s
+        for run in path:
+            self.used_s[run] = now_s
         self.insert(path)
         for policy in self.policies:
             policy.stored(number, path)
@@ -180,20 +184,13 @@ class FixedTtl(Tiers):
     def __init__(self, trace: Trace, capacities: Sequence[int], write: Write, ttl_s: Sequence[float]) -> None:
         super().__init__(trace, capacities, write)
         self._ttl_s = ttl_s
-        self._used_s = [0.0] * len(trace.lengths)
-
-    def used(self, number: int, path: Sequence[int], now_s: float) -> None:
-        """What has expired leaves first."""
-        for run in path:
-            self._used_s[run] = now_s
-        super().used(number, path, now_s)
 
     def shrink(self, tier: int) -> None:
         """Let blocks leave for their age, then for room."""
         level, policy, oldest_s = self.levels[tier], self.policies[tier], self.now_s - self._ttl_s[tier]
         while level.leaves:
             run = policy.victim()
-            if self._used_s[run] >= oldest_s:
+            if self.used_s[run] >= oldest_s:
                 break
             self.leave(tier, run, level.held[run])
         super().shrink(tier)
@@ -278,8 +275,6 @@ class Ours(Tiers):
     ) -> None:
         """By the rules of a pool, and what the policy is told of requests."""
         self._is_lru = rules.eviction == "LeafLRU"
-        self._used_s = [0.0] * len(trace.lengths)
-        """When each run was used last."""
         self._cascades = rules.placement == "Cascade"
         self._sends_down = rules.has_admission
         self._sessions: set[Hashable] = set()
@@ -314,9 +309,7 @@ class Ours(Tiers):
         self.reuse.begin(path, sizes, self._facts[number], now_s)
 
     def used(self, number: int, path: Sequence[int], now_s: float) -> None:
-        """Note when, and go on."""
-        for run in path:
-            self._used_s[run] = now_s
+        """Note whether its session was here before, and go on."""
         session = self._facts[number].session
         self._is_first_turn = session is None or session not in self._sessions
         self._sessions.add(session)
@@ -378,7 +371,7 @@ class Ours(Tiers):
     def worth(self, run: int) -> float:
         """Of a run's blocks; of what nothing was learned about, by age alone."""
         if self._is_lru:
-            return self.reuse.times.overall(self.now_s - self._used_s[run])
+            return self.reuse.times.overall(self.now_s - self.used_s[run])
         return self.reuse.worth(run, self._table.marks.get(run, UNMARKED), self.now_s)
 
     def gone(self, level: Cache, run: int) -> None:
