@@ -57,6 +57,8 @@ class Entry(msgspec.Struct, eq=False):
     """What is known of its uses, see `policy.expected_reuse`."""
     priority: PriorityClass = PriorityClass.STANDARD
     """Of the session that used it last. `Index.rank` alone changes it: victims are queued by it."""
+    passed: tuple[Tier, float] | None = None
+    """Tier that the block was not admitted to, and its last use at that time: see `use_in_s`."""
     move: asyncio.Future[bool] | None = None
     """Set while a copy of the block is being made; done with True when it was."""
 
@@ -69,6 +71,15 @@ class Entry(msgspec.Struct, eq=False):
     def is_held(self) -> bool:
         """True while somebody leases, pins, decodes from or moves the block."""
         return bool(self.leases or self.pins or self.guards or self.move)
+
+    def use_in_s(self, tier: Tier) -> float:
+        """When it was used last, as that counts in a tier: never, where it was not admitted and nobody used it since.
+
+        So it is the first to leave there, and no other tier that takes it is any the wiser.
+        """
+        passed = self.passed
+        is_passing = passed is not None and passed[0] is tier and passed[1] == self.used_at_s
+        return 0.0 if is_passing else self.used_at_s
 
     def residence(self, tier: Tier) -> Residence | None:
         """Return the copy in one tier, or None."""

@@ -10,10 +10,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
-from kvstrata_agent.blocks.signs import is_unread
+from kvstrata_agent.blocks.signs import is_tried, is_unread
 from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
-from kvstrata_agent.policy.pathology import TRIED_EVERY
 from kvstrata_agent.policy.placement import Replica
 from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
@@ -251,7 +250,7 @@ class Returns:
             return "it is unlikely to return"
         is_expected = self._reported(entry.followers or (), self._node.clock()) > 0.0
         is_suspect = entry.tenant in self._node.signs.polluters and is_unread(entry) and not is_expected
-        if is_suspect and entry.digest[-1] % TRIED_EVERY:
+        if is_suspect and not is_tried(entry):
             return "hardly any of its tenant's blocks is ever read"
         return ""
 
@@ -265,6 +264,10 @@ class Returns:
         """Why a block leaves before others or after them."""
         policy = self._node.spec.policy.eviction.type
         known = {"policy": policy, "priority_class": entry.priority.name.lower(), "factor": entry.priority.factor}
+        tier = entry.residences[0].tier if entry.residences else None
+        if tier is not None and entry.use_in_s(tier) < entry.used_at_s:
+            why = "new blocks are not admitted there now, or a hint sent it down; and nobody has used it since"
+            return known | {"reason": f"first to leave {tier.name}: {why}"}
         if not self.are_followed:
             return known | {"reason": "the least recently used leaf leaves first, its idle time divided by the factor"}
         worth, *_ = self.worth(entry)

@@ -1,14 +1,18 @@
-"""Counts by which `policy.pathology` tells that a cache brings nothing: of the last minutes, by two halves. No I/O."""
+"""Counts by which `policy.pathology` tells that a cache brings nothing. No I/O."""
 
 from __future__ import annotations
 
 from collections import Counter
+from struct import pack
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 from kvstrata_agent.blocks.history import What
 from kvstrata_agent.policy.pathology import (
     EARLY_S,
+    TRIED_EVERY,
     Finding,
+    Recent,
     Sign,
     findings,
     is_prefetch_damped,
@@ -25,8 +29,6 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.history import History
     from kvstrata_telemetry.agent_metrics import Counters
 
-HALF_S: Final = 150.0
-"""Counts go after one to two of these: 2.5 to 5 minutes."""
 RAISED_MAX: Final = 65_536
 """Blocks whose stay in memory is followed: 10 MB."""
 _METRICS: Final = {
@@ -50,14 +52,11 @@ class Signs:
         self._counters = counters
         self._raised: dict[bytes, tuple[float, Sign]] = {}
         """When blocks came up and why, the latest last; by digest, because entries come and go."""
-        self._now: Counter[Sign] = Counter()
-        self._before: Counter[Sign] = Counter()
-        self._gone_now: Counter[tuple[str, Sign]] = Counter()
-        self._gone_before: Counter[tuple[str, Sign]] = Counter()
+        self._recent: Recent[Sign] = Recent(clock())
+        self._gone: Recent[tuple[str, Sign]] = Recent(clock())
         """`GONE` and `UNREAD` by tenant."""
         self._uncounted: Counter[Sign] = Counter()
         """What is not in Prometheus' counters yet: once a second is cheaper than for each block."""
-        self._since_s = clock()
         self.found: tuple[Finding, ...] = ()
         """Rules that held when that was last judged."""
         self.polluters: frozenset[str] = frozenset()
@@ -95,8 +94,12 @@ class Signs:
         if for_reader:
             self._count(Sign.EARLY, early)
 
-    def left(self, entry: Entry, *, is_last: bool) -> None:
-        """A block leaves the tier that it is read from, and with `is_last` for good, to make room."""
+    def left(self, entry: Entry, *, had_its_chance: bool) -> None:
+        """A block leaves the tier that it is read from to make room.
+
+        With `had_its_chance` it leaves for good, from where it could have been read: what was declined a slower tier
+        says nothing of whether it would have been, and to count it would keep it declined forever.
+        """
         came = self._raised.pop(entry.digest, None)
         if came is not None:
             raised_s, sign = came
@@ -104,16 +107,16 @@ class Signs:
                 self._count(Sign.READ_WASTED, 1)
             elif sign is Sign.PREFETCHED and entry.used_at_s <= raised_s:
                 self._count(Sign.PREFETCH_WASTED, 1)
-        if is_last:
-            self._now[Sign.GONE] += 1
-            self._gone_now[entry.tenant, Sign.GONE] += 1
+        if had_its_chance and self._clock() > entry.born_s + SAME_USE_S:  # Before that nothing counts as a read.
+            self._recent.counts[Sign.GONE] += 1
+            self._gone.counts[entry.tenant, Sign.GONE] += 1
             if came is None and is_unread(entry):
                 self._count(Sign.UNREAD, 1)
-                self._gone_now[entry.tenant, Sign.UNREAD] += 1
+                self._gone.counts[entry.tenant, Sign.UNREAD] += 1
 
     def asked(self, wanted_blocks: int, unfetched_blocks: int) -> None:
         """An engine asked for blocks that lie in slower tiers, and was not given so many of them."""
-        self._now[Sign.WANTED] += wanted_blocks
+        self._recent.counts[Sign.WANTED] += wanted_blocks
         self._count(Sign.UNFETCHED, unfetched_blocks)
 
     def damped(self, count: int, cause: str) -> None:
@@ -127,22 +130,21 @@ class Signs:
             metric, cause = _METRICS[sign]
             self._counters.add(metric, count, **({"cause": cause} if cause else {}))
         self._uncounted.clear()
-        if now_s - self._since_s >= HALF_S:
-            is_long_ago = now_s - self._since_s >= 2 * HALF_S
-            self._before = Counter() if is_long_ago else self._now
-            self._now, self._since_s = Counter(), now_s
-            self._gone_before = Counter() if is_long_ago else self._gone_now
-            self._gone_now = Counter()
-        self.found = findings(self._before + self._now)
-        by_tenant = self._gone_before + self._gone_now
+        self.found = findings(self._recent.judged(now_s))
+        by_tenant = self._gone.judged(now_s)
         gone, unread = ({t: n for (t, s), n in by_tenant.items() if s is sign} for sign in (Sign.GONE, Sign.UNREAD))
         self.polluters = polluters(self.found, gone, unread)
         return self.found
 
     def _count(self, sign: Sign, count: int) -> None:
         if count:
-            self._now[sign] += count
+            self._recent.counts[sign] += count
             self._uncounted[sign] += count
+
+
+def is_tried(entry: Entry) -> bool:
+    """True for one publication in `TRIED_EVERY`: parts of a prompt are of no use without those before them."""
+    return crc32(pack("<d", entry.born_s)) % TRIED_EVERY == 0
 
 
 def is_unread(entry: Entry) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 from kvstrata_agent.blocks.block import account_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from random import Random
 
     from kvstrata_agent.backends.base import SlotRef
@@ -33,11 +33,7 @@ _STALE_MAX: Final = 64
 
 
 class Aged(Protocol):
-    """Anything with a time of last use."""
-
-    @property
-    def used_at_s(self) -> float:
-        """Monotonic second of the last use; never moves back."""
+    """Anything with an age."""
 
     @property
     def born_s(self) -> float:
@@ -50,7 +46,9 @@ A = TypeVar("A", bound=Aged)
 class LeafQueue(Generic[A]):
     """Blocks in the order of last use, or drawn by chance. Each is in it once at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, use_s: Callable[[A], float]) -> None:
+        """`use_s` tells the monotonic second of a block's last use, which moves back for no block that is queued."""
+        self._use_s = use_s
         self._heap: list[tuple[float, float, int]] = []
         """Last use, birth and number of blocks that are queued, or were."""
         self._numbers: dict[A, int] = {}
@@ -86,7 +84,7 @@ class LeafQueue(Generic[A]):
         self._pushes += 1
         self._numbers[block] = self._pushes
         self._blocks[self._pushes] = block
-        heapq.heappush(self._heap, (block.used_at_s, block.born_s, self._pushes))
+        heapq.heappush(self._heap, (self._use_s(block), block.born_s, self._pushes))
         self._drawn.append(self._pushes)
         if len(self._drawn) > 2 * len(self._numbers) + _SLACK:
             self._drawn = list(self._blocks)
@@ -98,19 +96,19 @@ class LeafQueue(Generic[A]):
             return False
         del self._blocks[number]
         if len(self._heap) > 2 * len(self._numbers) + _SLACK:
-            self._heap = [(b.used_at_s, b.born_s, n) for n, b in self._blocks.items()]
+            self._heap = [(self._use_s(b), b.born_s, n) for n, b in self._blocks.items()]
             heapq.heapify(self._heap)
         return True
 
     def oldest(self) -> A | None:
         """Return the least recently used block and leave it in; None when the queue is empty."""
         while self._heap:
-            used_at_s, born_s, number = self._heap[0]
+            queued_s, born_s, number = self._heap[0]
             block = self._blocks.get(number)
             if block is None:
                 heapq.heappop(self._heap)
-            elif block.used_at_s > used_at_s:
-                heapq.heapreplace(self._heap, (block.used_at_s, born_s, number))
+            elif (use_s := self._use_s(block)) > queued_s:
+                heapq.heapreplace(self._heap, (use_s, born_s, number))
             else:
                 return block
         return None
@@ -283,12 +281,16 @@ class TierContents:
             del self.queues[key]
         return was_queued
 
+    def use_s(self, entry: Entry) -> float:
+        """When a block was used last, as that counts here."""
+        return entry.use_in_s(self._tier)
+
     def offer(self, entry: Entry) -> None:
         """Put a block among the possible victims; whether it is one is checked when it comes up."""
         key = (entry.scope, entry.tenant, entry.priority)
         queue = self.queues.get(key)
         if queue is None:
-            queue = self.queues[key] = LeafQueue()
+            queue = self.queues[key] = LeafQueue(self.use_s)
         queue.push(entry)
 
     def age(self, entry: Entry) -> None:

@@ -65,10 +65,16 @@ class Archiver:
         return len(self._waiting)
 
     def demote_soon(self, entries: Iterable[Entry], priority: Priority) -> None:
-        """Copy blocks to a slower tier soon, and let them leave memory first. Returns at once."""
-        entries = list(entries)
-        self.age(entries)
+        """Copy blocks to a slower tier soon, and let them leave memory first. Returns at once.
+
+        Slower tiers keep them for as long as they keep any: who pressed new blocks into memory has filled those as
+        well, and would find none of them again.
+        """
         for entry in entries:
+            if entry.residences:
+                memory = entry.residences[0].tier
+                entry.passed = memory, entry.used_at_s
+                self._node.contents(memory).age(entry)
             if len(self._waiting) < WAITING_MAX:
                 self._waiting.append((entry, priority))
         self._wake.set()

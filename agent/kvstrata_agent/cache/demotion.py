@@ -77,20 +77,25 @@ class Demoter:
     ) -> dict[Entry, Placement | None]:
         """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any.
 
-        With `may_decline` those too that are not worth a write, with the placement that says so.
+        With `may_decline` those too that are not worth a write, with the placement that says so; but what continues
+        to a block that is written is written with it. Children stand before their parents.
         """
         if not entries or self._node.is_lowest(tier):
             return dict.fromkeys(entries)
         by_target: dict[str | None, list[Entry]] = {}
         declined: dict[Entry, Placement | None] = {}
+        parents: set[tuple[ScopeId, bytes]] = set()
+        """What blocks that are written continue: they would be of no use without it, and hold it here."""
         for entry in entries:
-            placement = self._node.placement_of(entry, tier.level, may_decline=may_decline)
+            may_spare = may_decline and (entry.scope, entry.digest) not in parents
+            placement = self._node.placement_of(entry, tier.level, may_decline=may_spare)
             if may_decline and (placement.is_declined or self._node.takes_for_good(placement.target)):
                 self._node.returns.offered(entry)
             if placement.is_declined:
                 declined[entry] = placement
             else:
                 by_target.setdefault(placement.target, []).append(entry)
+                parents.add((entry.scope, entry.parent))
         self._count(declined, tier)
         rooms = self.rooms()
         lost = await asyncio.gather(

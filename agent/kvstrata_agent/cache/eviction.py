@@ -404,7 +404,7 @@ class _Leaving:
         copies, decision = entry.residences, self.decision
         if copies[0].tier is not self._tier:
             return
-        self._signs.left(entry, is_last=len(copies) == 1)
+        self._signs.left(entry, had_its_chance=len(copies) == 1 and declined is None)
         if len(copies) == 1 and self._returns.replica_of(entry) is not None:
             self._counters.add("kvstrata_replicas_total", event="left")
         if len(copies) > 1:

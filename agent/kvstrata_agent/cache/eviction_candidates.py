@@ -104,7 +104,7 @@ class TierCandidates:
             self._keys[block.scope, block.tenant, block.priority] = None
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
-                self._may_have_aged = self._may_have_aged or block.used_at_s <= 0.0
+                self._may_have_aged = self._may_have_aged or self._contents.use_s(block) <= 0.0
 
     def spared(self) -> tuple[Entry, float] | None:
         """What would be taken next if nobody holds it, and what that is worth: it stays instead of what was taken."""
@@ -136,10 +136,10 @@ class TierCandidates:
         return entry
 
     def _aged(self) -> LeafQueue[Entry] | None:
-        """A queue that begins with a leaf which a session will not need again, or an earlier run has left."""
+        """A queue that begins with a leaf which is only passing, or which no session needs, or of an earlier run."""
         for queue in self._queues():
             entry = queue.oldest()
-            if entry is not None and entry.used_at_s <= 0.0:
+            if entry is not None and self._contents.use_s(entry) <= 0.0:
                 return queue
         return None
 
@@ -210,7 +210,7 @@ class TierCandidates:
             entry = queue.oldest()
             if entry is None:
                 continue
-            used_s = felt_use_s(entry.used_at_s, self._now_s, entry.priority)
+            used_s = felt_use_s(self._contents.use_s(entry), self._now_s, entry.priority)
             if first is None or used_s < oldest_s:
                 first, oldest_s = queue, used_s
         return first

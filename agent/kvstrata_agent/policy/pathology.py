@@ -3,10 +3,13 @@
 Each rule is a share of something that has happened often enough to mean anything; it holds from `share_min` on.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Pathology(StrEnum):
@@ -34,7 +37,7 @@ class Sign(StrEnum):
     PREFETCH_WASTED = "prefetch_wasted"
     """Of these, left without any use."""
     GONE = "gone"
-    """Left the last tier to make room."""
+    """Left the last tier to make room, and was not declined the next one."""
     UNREAD = "unread"
     """Of these, never read since they were stored."""
     WANTED = "wanted"
@@ -69,7 +72,7 @@ RULES: Final = (
     Rule(Pathology.THRASHING, Sign.PREFETCH_WASTED, Sign.PREFETCHED, 0.5, 256,
          "of the prefetched blocks left memory before any use", "nothing is prefetched"),
     Rule(Pathology.POLLUTED, Sign.UNREAD, Sign.GONE, 0.9, 1024, "of the blocks that made room were never read",
-         "of whom they are, 15 of 16 such blocks are written no further than memory"),
+         "of whom they are, 15 of 16 such prompts are written no further than memory"),
     Rule(Pathology.RECOMPUTING, Sign.UNFETCHED, Sign.WANTED, 0.95, 256,
          "of the blocks asked for in slower tiers were not handed out: engines compute them",
          "these tiers are measured again"),
@@ -80,10 +83,31 @@ RULES: Final = (
 where computing is faster throughout, nothing but the tier's own cost is left."""
 
 
+HALF_S: Final = 150.0
+"""Counts go after one to two of these: 2.5 to 5 minutes."""
 POLLUTER_MIN: Final = 0.1
 """Of all blocks that were never read; whose part is smaller is left alone."""
 TRIED_EVERY: Final = 16
-"""One block in so many of a polluter is written all the same: nothing else shows that they are read again."""
+"""One publication in so many of a polluter is written all the same: nothing else shows that they are read again."""
+
+
+class Recent(Generic[K]):
+    """Counts of the last minutes, by two halves of which the older one goes as a whole."""
+
+    def __init__(self, now_s: float) -> None:
+        """Begin at a monotonic second."""
+        self.counts: Counter[K] = Counter()
+        """What to add to."""
+        self._before: Counter[K] = Counter()
+        self._since_s = now_s
+
+    def judged(self, now_s: float) -> Counter[K]:
+        """Counts that a judgement now is by."""
+        if now_s - self._since_s >= HALF_S:
+            is_long_ago = now_s - self._since_s >= 2 * HALF_S
+            self._before = Counter() if is_long_ago else self.counts
+            self.counts, self._since_s = Counter(), now_s
+        return self._before + self.counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,23 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, MarkTable, Victims
+from kvstrata_agent.policy.pathology import TRIED_EVERY, Recent, Sign, findings, polluters
 from kvstrata_agent.policy.placement import Price, TierFacts, by_reuse_interval
+from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 from kvstrata_agent.replay.cache import Cache, LeafLru, Policy
 from kvstrata_agent.replay.reuse_aware import Hints, facts
 
 if TYPE_CHECKING:
     from kvstrata_agent.replay.chains import Trace
 
+_BEFORE_ALL: Final = 1 << 40
+"""More than there are requests."""
+_JUDGE_S: Final = 1.0
+"""Between two looks at what has left, as in an agent."""
 Write = Callable[[int, int], bool]
 """Writes so many blocks into a tier; False when too much waits to be written there, and they are lost."""
 
@@ -46,6 +52,8 @@ class Tiers:
         self.stored = [[0] * len(trace.lengths) for _ in capacities]
         """Blocks of each run that were written into each tier, and are in it or in a faster one."""
         self._stored_blocks = [0] * len(capacities)
+        self._continued = [[0] * len(trace.lengths) for _ in capacities]
+        """Runs behind each one that have blocks written into each tier."""
         self._saved_levels = engine_levels + 1
         """The engine's own and the one that it saves to."""
         self.used_s = [0.0] * len(trace.lengths)
@@ -134,8 +142,15 @@ class Tiers:
 
     def note(self, tier: int, run: int, blocks: int) -> None:
         """So many blocks of a run are written in a tier now."""
-        self._stored_blocks[tier] += blocks - self.stored[tier][run]
+        before = self.stored[tier][run]
+        self._stored_blocks[tier] += blocks - before
         self.stored[tier][run] = blocks
+        if bool(blocks) != bool(before):
+            self._continued[tier][self.levels[tier].parents[run]] += 1 if blocks else -1
+
+    def is_continued(self, tier: int, run: int) -> bool:
+        """True where blocks that are written in a tier are of no use without this run's last one."""
+        return self._continued[tier][run] > 0
 
     def missing(self, tier: int, run: int, blocks: int) -> int:
         """Blocks, of those that leave a faster tier, that this one has no copy of."""
@@ -196,6 +211,19 @@ class FixedTtl(Tiers):
         super().shrink(tier)
 
 
+class _Oldest(LeafLru):
+    """The least recently used of one level, where what is only passing through goes first."""
+
+    def __init__(self, level: Cache, owner: Ours) -> None:
+        super().__init__(level)
+        self._owner = owner
+
+    def set_ranks(self, number: int, path: Sequence[int]) -> None:
+        """By the number of the request; before all that were not sent down."""
+        for run in path:
+            self.rank[run] = number - (_BEFORE_ALL if self._owner.is_passing(self.cache, run) else 0)
+
+
 class _Least:
     """Victims of one level, by what all levels have learned."""
 
@@ -218,7 +246,7 @@ class _Least:
 
     def victim(self) -> int:
         """By the least worth."""
-        self._chosen = self._victims.next(self._owner.worth)
+        self._chosen = self._victims.next(self._worth)
         return self._chosen
 
     def blocks_of(self, run: int) -> int:
@@ -243,7 +271,47 @@ class _Least:
 
     def _offer(self, run: int) -> None:
         if self._level.is_leaf(run):
-            self._victims.offer(run, self._owner.worth(run))
+            self._victims.offer(run, self._worth(run))
+
+    def _worth(self, run: int) -> float:
+        return -1.0 if self._owner.is_passing(self._level, run) else self._owner.worth(run)
+
+
+class _Pollution:
+    """Whether nearly all that leaves for good was never read: `policy.pathology`, for runs of one tenant."""
+
+    def __init__(self, runs: int) -> None:
+        self.is_found = False
+        self._read = [0] * runs
+        """Blocks of each run's beginning that were read since they were stored."""
+        self._born_s = [0.0] * runs
+        """When the last ones of each run were stored."""
+        self._recent: Recent[Sign] = Recent(0.0)
+        self._judged_s = 0.0
+
+    def judge(self, now_s: float) -> None:
+        """By what has left."""
+        if now_s - self._judged_s >= _JUDGE_S:
+            self._judged_s, counts = now_s, self._recent.judged(now_s)
+            self.is_found = bool(polluters(findings(counts), {"": counts[Sign.GONE]}, {"": counts[Sign.UNREAD]}))
+
+    def used(self, run: int, held: int, length: int, now_s: float) -> None:
+        """Blocks of a run were read, and the rest stored."""
+        if held and now_s - self._born_s[run] > SAME_USE_S:
+            self._read[run] = held
+        if held < length:
+            self._born_s[run] = now_s
+
+    def spares(self, run: int, held: int) -> bool:
+        """True where the end of a run is not written."""
+        return self.is_found and run % TRIED_EVERY != 0 and self._read[run] < held
+
+    def left(self, run: int, held: int, kept: int, now_s: float, *, had_its_chance: bool) -> None:
+        """The end of a run has left for good."""
+        if had_its_chance and now_s > self._born_s[run] + SAME_USE_S:
+            self._recent.counts[Sign.GONE] += held - kept
+            self._recent.counts[Sign.UNREAD] += held - max(kept, self._read[run])
+        self._read[run] = min(self._read[run], kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +345,11 @@ class Ours(Tiers):
         self._is_lru = rules.eviction == "LeafLRU"
         self._cascades = rules.placement == "Cascade"
         self._sends_down = rules.has_admission
+        self._passing: dict[int, Cache] = {}
+        """Runs that were sent down on arrival and not used since, with the level that they leave first."""
+        self._pollution = _Pollution(len(trace.lengths))
+        self._is_declining = False
+        """While what is not worth a write leaves."""
         self._sessions: set[Hashable] = set()
         self._is_first_turn = True
         """Of the request that is under way, as far as the agent knows."""
@@ -295,11 +368,12 @@ class Ours(Tiers):
 
     def policy(self, trace: Trace, level: Cache) -> Policy:
         """By worth at every level, or by last use."""
-        return LeafLru(level) if self._is_lru else _Least(level, self, next(self._seeds))
+        return _Oldest(level, self) if self._is_lru else _Least(level, self, next(self._seeds))
 
     def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
         """Learn from it; nothing is learned where the least recently used leaves."""
         super().asked(number, path, now_s)
+        self._pollution.judge(now_s)
         if self._is_lru:
             return
         lengths = self.levels[0].lengths
@@ -313,6 +387,10 @@ class Ours(Tiers):
         session = self._facts[number].session
         self._is_first_turn = session is None or session not in self._sessions
         self._sessions.add(session)
+        last = self.levels[-1]
+        for run in path:
+            self._pollution.used(run, last.held[run], last.lengths[run], now_s)
+            self._passing.pop(run, None)
         super().used(number, path, now_s)
 
     def insert(self, path: Sequence[int]) -> None:
@@ -331,7 +409,12 @@ class Ours(Tiers):
                 break
             excess -= sent
             if not self._declined(target, run, sent):
+                self._passing[run] = level
                 self.keep(target, run, sent)
+
+    def is_passing(self, level: Cache, run: int) -> bool:
+        """True for what leaves this level before all else."""
+        return self._passing.get(run) is level
 
     def target(self, tier: int, run: int) -> int:
         """By the reuse interval, or the next slower one."""
@@ -345,14 +428,18 @@ class Ours(Tiers):
 
         Memory takes anything; other media what is likely to return, and what is continued by blocks that are there.
         """
-        missing = self.missing(tier, run, blocks) if self._memories <= tier < len(self.levels) else 0
-        if self.admission is None or not missing:
+        is_costly = self._sends_down and self._memories <= tier < len(self.levels)
+        missing = self.missing(tier, run, blocks) if is_costly else 0
+        if not missing:
             return 0
-        chance = self.reuse.return_chance(run, self._table.marks.get(run, UNMARKED), self.now_s)
-        if chance is None:
-            return 0
-        self.admission.offered(run, missing, chance)
-        return 0 if self.admission.takes(chance) or not self.levels[tier].is_leaf(run) else missing
+        takes = True
+        if self.admission is not None:
+            chance = self.reuse.return_chance(run, self._table.marks.get(run, UNMARKED), self.now_s)
+            if chance is not None:
+                self.admission.offered(run, missing, chance)
+                takes = self.admission.takes(chance)
+        is_spared = not takes or self._pollution.spares(run, self.levels[-1].held[run])
+        return missing if is_spared and not self.is_continued(tier, run) else 0
 
     def _facts_of(self, tier: int) -> TierFacts:
         level = self.levels[tier]
@@ -364,9 +451,19 @@ class Ours(Tiers):
         self._prices[tier].paid(self.worth(run))
         declined = self._declined(self.target(tier, run), run, blocks)
         if declined:
+            self._is_declining = True
             self.drop(tier, len(self.levels), run, declined)
+            self._is_declining = False
         if blocks > declined:
             super().leave(tier, run, blocks - declined)
+
+    def cut(self, tier: int, run: int, kept: int) -> None:
+        """Note what is read no more."""
+        level = self.levels[tier]
+        held = level.held[run]
+        super().cut(tier, run, kept)
+        if level is self.levels[-1] and level.held[run] < held:
+            self._pollution.left(run, held, level.held[run], self.now_s, had_its_chance=not self._is_declining)
 
     def worth(self, run: int) -> float:
         """Of a run's blocks; of what nothing was learned about, by age alone."""

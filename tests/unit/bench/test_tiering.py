@@ -189,7 +189,10 @@ def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
 
 
 @pytest.mark.parametrize(("eviction", "is_spared"), [("ReuseAware", True), ("LeafLRU", False)])
-def test_writes_are_spared_only_where_the_agent_learns_what_returns(eviction: str, *, is_spared: bool) -> None:
+def test_writes_are_spared_only_where_the_agent_learns_what_returns(
+    eviction: str, *, is_spared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, under any policy, where hardly anything is ever read: that is left out here."""
     trace, offered = _once_and_again(300), 0
 
     def counted(tier: int, blocks: int) -> bool:
@@ -198,6 +201,7 @@ def test_writes_are_spared_only_where_the_agent_learns_what_returns(eviction: st
         return True
 
     tiers = Ours(trace, [300, 4500], counted, rules=Rules(eviction=eviction, memories=1))
+    monkeypatch.setattr(tiers._pollution, "judge", lambda _now_s: None)
     for number, path in enumerate(trace.paths):
         tiers.asked(number, path, trace.at_s[number])
         tiers.used(number, path, trace.at_s[number])
@@ -206,12 +210,47 @@ def test_writes_are_spared_only_where_the_agent_learns_what_returns(eviction: st
     assert offered < everything / 1.5 if is_spared else offered >= everything
 
 
-@pytest.mark.parametrize(("has_admission", "below"), [(True, 40), (False, 20)])
-def test_what_is_new_above_the_high_watermark_goes_down_while_it_stays(*, has_admission: bool, below: int) -> None:
-    trace = _trace((0.0, range(60)), (1.0, range(100, 160)))
+@pytest.mark.parametrize(("has_admission", "old", "new"), [(True, 60, 40), (False, 40, 60)])
+def test_what_is_new_above_the_high_watermark_goes_down(*, has_admission: bool, old: int, new: int) -> None:
+    trace = _trace((0.0, range(60)), (1.0, range(100, 160)), (2.0, range(100, 160)))
     tiers = Ours(trace, [1, 100, 1000], _always, rules=Rules(eviction="LeafLRU", has_admission=has_admission))
-    for number, path in enumerate(trace.paths):
+    for number, path in enumerate(trace.paths[:2]):
         tiers.used(number, path, float(number))
 
-    assert tiers.sources(trace.paths[1]) == [Source(0, 1), Source(1, 59)]
-    assert tiers.used_blocks(2) == below
+    assert [tiers.levels[1].held[run] for (run,) in trace.paths[:2]] == [old, new]
+    assert tiers.used_blocks(2) == 20
+    tiers.used(2, trace.paths[2], 2.0)
+    assert tiers.levels[1].held[trace.paths[2][0]] == 60, "it came again"
+
+
+def _played(trace: Trace, capacities: list[int], rules: Rules) -> tuple[Ours, int]:
+    """Also how many blocks were found."""
+    tiers, found = Ours(trace, capacities, _always, rules=rules), 0
+    for number, (path, at_s) in enumerate(zip(trace.paths, trace.at_s, strict=True)):
+        tiers.asked(number, path, at_s)
+        found += sum(source.blocks for source in tiers.sources(path))
+        tiers.used(number, path, at_s)
+    return tiers, found
+
+
+@pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
+def test_what_went_down_on_arrival_leaves_memory_first_and_the_tier_below_in_its_turn(eviction: str) -> None:
+    trace = _trace((0.0, range(60)), (5.0, range(100, 160)), (10.0, range(60)))
+    tiers, found = _played(trace, [100, 1000], Rules(eviction=eviction, engine_levels=0, memories=1))
+
+    assert found == 60
+    assert tiers.sources(trace.paths[1]) == [Source(0, 40), Source(1, 20)]
+    memory, below = tiers.levels
+    assert tiers.is_passing(memory, trace.paths[1][0])
+    assert not tiers.is_passing(below, trace.paths[1][0])
+
+
+def test_where_nothing_is_read_again_files_keep_what_they_have_of_a_loop() -> None:
+    """A loop over twice as many blocks as there is room for: whoever writes all of it finds nothing of it again."""
+    trace = _trace(*((4.0 * n, range(1000 * (n % 100), 1000 * (n % 100) + 40)) for n in range(600)))
+
+    tiers, found = _played(trace, [200, 1600], Rules("LeafLRU", engine_levels=0, memories=1))
+    _, nothing = _played(trace, [200, 1600], Rules("LeafLRU", engine_levels=0, memories=1, has_admission=False))
+    assert found > 0.05 * trace.accesses
+    assert nothing == 0
+    assert tiers.used_blocks(1) <= 1600

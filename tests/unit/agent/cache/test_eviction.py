@@ -145,7 +145,7 @@ def test_the_queue_gives_out_what_was_used_least_recently_and_of_equals_the_olde
     steps: list[tuple[str, int]],
 ) -> None:
     blocks = [Block(n, 1, 0.0, is_free=True, born_s=8.0 - n) for n in range(8)]
-    queue: LeafQueue[Block] = LeafQueue()
+    queue: LeafQueue[Block] = LeafQueue(lambda block: block.used_at_s)
     inside: set[Block] = set()
     now_s = 0.0
     for step, number in steps:

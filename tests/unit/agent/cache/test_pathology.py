@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from kvstrata_agent.blocks.signs import HALF_S
+from kvstrata_agent.blocks import signs
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate
 from kvstrata_agent.kube.report import _effective
 from kvstrata_agent.policy import pathology
-from kvstrata_agent.policy.pathology import EARLY_S, RULES, Pathology, Sign, findings
+from kvstrata_agent.policy.pathology import EARLY_S, HALF_S, RULES, TRIED_EVERY, Pathology, Recent, Sign, findings
 from kvstrata_api import wire
 from kvstrata_api.models.poolnode import TierProbe
 from support.agent.doubles import SCOPE, digest
@@ -93,7 +94,7 @@ async def test_while_memory_thrashes_what_engines_map_is_read_where_it_lies() ->
         await read(engine, roots(2, BLOCKS), 0.3)
     assert Pathology.THRASHING in found(engine)
     signs, dram = engine.core.node.signs, engine.core.node.tiers[0]
-    before = signs._now[Sign.READ_UP]
+    before = signs._recent.counts[Sign.READ_UP]
 
     sources = set()
     for number in roots(2, BLOCKS):
@@ -102,7 +103,7 @@ async def test_while_memory_thrashes_what_engines_map_is_read_where_it_lies() ->
         await engine.release(acquired)
 
     assert sources == {"dram", "cxl"}
-    assert signs._now[Sign.READ_UP] == before, "nothing came up"
+    assert signs._recent.counts[Sign.READ_UP] == before, "nothing came up"
     assert engine.core.node.contents(dram).blocks <= SLOTS
     engine.clock.now_s += 3 * HALF_S
     assert found(engine) == set(), "it is tried again"
@@ -134,8 +135,8 @@ async def test_what_nobody_ever_reads_is_pollution(engine: Engine, *, is_read: b
     tier = engine.core.node.tiers[0]
     for first in range(2, 10 * SLOTS, 2 * SLOTS):
         await store(engine, roots(first, SLOTS))
+        engine.clock.now_s += 3.0
         if is_read:
-            engine.clock.now_s += 3.0
             await read(engine, roots(first, SLOTS), 0.1)
         await engine.core.cache.evictor.evict(tier, EvictionRequest(1 << 40, "room", fate=Fate.DROP))
     assert found(engine) & {Pathology.POLLUTED} == expected
@@ -155,6 +156,7 @@ async def test_who_pollutes_writes_little_below_memory_until_that_ends() -> None
     assert await written(50_002) == 32
     for first in range(2, 10 * SLOTS, 2 * SLOTS):
         await store(engine, roots(first, SLOTS))
+        engine.clock.now_s += 3.0
         await engine.core.cache.evictor.evict(tier, EvictionRequest(1 << 40, "room", fate=Fate.DROP))
     assert Pathology.POLLUTED in found(engine)
     assert 0 < await written(60_002) <= 4, "one in 16 is tried"
@@ -164,6 +166,69 @@ async def test_who_pollutes_writes_little_below_memory_until_that_ends() -> None
     found(engine)
     assert await written(70_002) == 32
     await close(engine)
+
+
+@pytest.mark.parametrize(("stays_s", "is_declined"), [(1.0, False), (3.0, True)])
+async def test_what_had_no_chance_to_be_read_is_no_pollution(stays_s: float, *, is_declined: bool) -> None:
+    """Neither what has left before a read would count as one, nor what was not let into the tier it would lie in."""
+    engine = await Engine(eviction=FULL, recompute=FETCH, admission={"type": "Auto"}).attach()
+    node = engine.core.node
+    node.signs.polluters = frozenset({"a"} if is_declined else ())
+    fate = Fate.DEMOTE_OR_DROP if is_declined else Fate.DROP
+    for first in range(2, 10 * SLOTS, 2 * SLOTS):
+        await store(engine, roots(first, SLOTS))
+        engine.clock.now_s += stays_s
+        await engine.core.cache.evictor.evict(node.tiers[0], EvictionRequest(1 << 40, "room", fate=fate))
+    assert node.index.in_use <= SLOTS
+    assert found(engine) == set()
+    assert node.signs._recent.counts[Sign.GONE] == 0
+    await close(engine)
+
+
+@pytest.mark.parametrize(("tried", "written"), [((), 0), ((1,), 1), ((9,), 9), ((12,), 12)])
+async def test_what_is_written_of_a_polluter_is_written_with_all_that_comes_before_it(
+    tried: tuple[int, ...], written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One plan settles it: what stayed behind as a parent of what was written would be looked at by every later one."""
+    engine = await Engine(eviction=FULL, recompute=FETCH, admission={"type": "Auto"}).attach()
+    node = engine.core.node
+    await engine.store(*range(1, 13))
+    monkeypatch.setattr(node.signs, "polluters", frozenset({"a"}))
+    chosen = {digest(number) for number in tried}
+    monkeypatch.setattr("kvstrata_agent.blocks.returns.is_tried", lambda entry: entry.digest in chosen)
+
+    await engine.core.cache.evictor.evict(node.tiers[0], EvictionRequest(1 << 40, "room"))
+    await settle(engine)
+
+    assert node.contents(node.tiers[0]).blocks == 0
+    here = [node.index.find(*engine.key(number)) is not None for number in range(1, 13)]
+    assert here == [number <= written for number in range(1, 13)]
+    await close(engine)
+
+
+async def test_one_publication_in_so_many_is_tried_as_a_whole() -> None:
+    engine = await Engine(eviction=FULL, recompute=FETCH).attach()
+    tried = list[bool]()
+    for first in range(2, 3 * 400, 3):
+        await engine.store(first, first + 1)
+        both = [engine.core.node.index.find(*engine.key(n)) for n in (first, first + 1)]
+        alike = {signs.is_tried(e) for e in both if e is not None}
+        assert len(alike) == 1
+        tried += alike
+    assert len(tried) / TRIED_EVERY / 2 < sum(tried) < len(tried) / TRIED_EVERY * 2
+    await close(engine)
+
+
+def test_counts_go_after_one_to_two_halves() -> None:
+    recent: Recent[str] = Recent(0.0)
+    recent.counts["a"] += 1
+    assert recent.judged(HALF_S) == {"a": 1}
+    recent.counts["a"] += 2
+    assert recent.judged(2 * HALF_S - 1.0) == {"a": 3}
+    assert recent.judged(2 * HALF_S) == {"a": 2}
+    assert recent.judged(3 * HALF_S) == {}
+    recent.counts["a"] += 1
+    assert recent.judged(6 * HALF_S) == {}, "long ago"
 
 
 def test_who_has_little_part_in_it_is_no_polluter() -> None:
@@ -189,11 +254,13 @@ async def test_blocks_that_are_here_and_computed_all_the_same_are_said(policy: s
 
 
 @pytest.mark.parametrize("step_s", [0.3, 2.0 * EARLY_S / SLOTS])
-async def test_what_is_read_just_after_it_left_memory_lies_one_tier_too_low(engine: Engine, step_s: float) -> None:
+async def test_what_is_read_just_after_it_left_memory_lies_one_tier_too_low(
+    engine: Engine, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pathology, "HALF_S", inf)  # However long it takes.
     await store(engine, roots(2, BLOCKS))
     for _ in range(ROUNDS):
         await read(engine, roots(2, BLOCKS), step_s)
-        engine.core.node.signs._since_s = engine.clock.now_s  # However long it takes.
 
     assert (Pathology.TOO_LOW in found(engine)) == (step_s * BLOCKS < EARLY_S)
 

@@ -10,8 +10,11 @@ import pytest
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import REMEASURED_S, Priority
 from kvstrata_agent.policy.recompute import ENGINE_S
@@ -387,6 +390,37 @@ async def test_blocks_that_are_not_admitted_go_down_at_once() -> None:
     work = asyncio.create_task(engine.core.cache.archiver.run())
     await engine.store(1, 2)
     await steps_until(lambda: engine.core.node.contents(engine.core.node.tiers[1]).blocks == 2)
+    work.cancel()
+    await close(engine)
+
+
+@pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
+async def test_what_is_not_admitted_leaves_memory_first_and_slower_tiers_when_it_is_old(eviction: str) -> None:
+    engine = await Engine(admission={"type": "Never"}, eviction={"type": eviction}).attach()
+    node = engine.core.node
+    memory, files = node.tiers
+    work = asyncio.create_task(engine.core.cache.archiver.run())
+
+    def first_to_leave(tier: Tier) -> Entry | None:
+        returns = node.returns if node.returns.are_followed else None
+        return TierCandidates(node.index, tier, EvictionRequest(1, "room"), node.clock(), returns).pop()
+
+    await engine.store(2)
+    await steps_until(lambda: node.contents(files).blocks == 1)
+    engine.clock.now_s += 1.0
+    await engine.release(await engine.acquire(2))
+    engine.clock.now_s += 1.0
+    await engine.store(4)
+    await steps_until(lambda: node.contents(files).blocks == 2)
+    old, new = (node.index.find(*engine.key(number)) for number in (2, 4))
+    assert new is not None
+    assert (first_to_leave(memory), first_to_leave(files)) == (new, old)
+    assert "first to leave dram" in node.returns.explain(new)["reason"]
+
+    node.contents(memory).offer(new)  # It was taken out.
+    engine.clock.now_s += 1.0
+    await engine.release(await engine.acquire(4))
+    assert first_to_leave(memory) is old, "it was used since"
     work.cancel()
     await close(engine)
 
