@@ -9,7 +9,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -67,8 +67,17 @@ def run(trace: Trace, blocks: int, eviction: str) -> tuple[float, list[float]]:
                 return replayed(trace, client)
 
 
-def replayed(trace: Trace, client: Client, scope: ScopeId = SECRET.scope) -> tuple[float, list[float]]:
-    """Look up, lease and store all requests of a trace; returns percent of hits, and when each began."""
+def replayed(
+    trace: Trace,
+    client: Client,
+    scope: ScopeId = SECRET.scope,
+    batch: int = BATCH,
+    settle: Callable[[], None] = lambda: None,
+) -> tuple[float, list[float]]:
+    """Look up, lease and store all requests of a trace; returns percent of hits, and when each began.
+
+    `batch` blocks are stored at a time; `settle` is called after each request.
+    """
     keys_of: dict[int, list[BlockKey]] = {}
     payload = memoryview(bytes(client.target.layout.block_bytes))
     begun_s, at_s = time.monotonic(), list[float]()
@@ -86,17 +95,18 @@ def replayed(trace: Trace, client: Client, scope: ScopeId = SECRET.scope) -> tup
         if found:
             with client.acquire(keys[:found]):
                 pass
-        _store(client, keys, found, payload)
+        _store(client, keys, found, payload, batch)
+        settle()
     return 100.0 * hits / max(1, asked), at_s
 
 
-def _store(client: Client, keys: Sequence[BlockKey], first: int, payload: memoryview) -> None:
+def _store(client: Client, keys: Sequence[BlockKey], first: int, payload: memoryview, batch: int) -> None:
     """Store what is not there; what finds no room is left out, as an engine leaves it."""
-    for at in range(first, len(keys), BATCH):
-        slots = client.reserve(keys[at : at + BATCH], parent=keys[at - 1].digest if at else b"")
+    for at in range(first, len(keys), batch):
+        slots = client.reserve(keys[at : at + batch], parent=keys[at - 1].digest if at else b"")
         written = [slot for slot in slots if slot.view is not None]
         client.publish(written, [fill(slot, payload) for slot in written])
-        if len(slots) < len(keys[at : at + BATCH]):
+        if len(slots) < len(keys[at : at + batch]):
             return
 
 

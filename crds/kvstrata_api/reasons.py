@@ -242,7 +242,7 @@ _NODE: Final = (
            "Blocks are brought up and leave again before another use: the fastest tier is too small.",
            "a larger memory tier; docs/runbooks/KvstrataCacheIneffective.md"),
     Reason("KVPoolNode", ("CacheEffective",), "False", "Polluted", _WARNING,
-           "Nearly all that leaves was stored and never read.", "docs/runbooks/KvstrataCacheIneffective.md"),
+           "Nearly all that is stored leaves and was never read.", "docs/runbooks/KvstrataCacheIneffective.md"),
     Reason("KVPoolNode", ("CacheEffective",), "False", "RecomputesAll", _WARNING,
            "Blocks that are here are hardly ever handed out: engines compute them again.",
            "docs/runbooks/KvstrataCacheIneffective.md"),

@@ -247,8 +247,8 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_unread_blocks_total", Kind.COUNTER,
-        "Blocks that left the last tier to make room and were never read since they were stored.", ("pool", "node"),
-        values={},
+        "Blocks that left the last tier to make room and were never read since they were stored, 2 s ago or longer.",
+        ("pool", "node"), values={},
     ),
     Metric(
         "kvstrata_unfetched_blocks_total", Kind.COUNTER,

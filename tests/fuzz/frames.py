@@ -94,12 +94,18 @@ def _by_rules(message: Any, body: bytes, rules: Rules) -> None:
         expect(rules.is_request(body), "only what the protocol allows is taken", message, body)
 
 
-def _check_request(frame: bytes) -> bool:
+def _body(frame: bytes, size_bytes: Callable[[bytes], int]) -> bytes | None:
+    """What follows a frame's length; None where that is refused."""
     try:
-        size_bytes = wire.frame_bytes(frame[:4])
+        return frame[4 : 4 + size_bytes(frame[:4])]
     except InvalidInputError:
+        return None
+
+
+def _check_request(frame: bytes) -> bool:
+    body = _body(frame, wire.frame_bytes)
+    if body is None:
         return False
-    body = frame[4 : 4 + size_bytes]
     request = _decoded(body, wire.decode_request, wire.encode)
     if request is None:
         expect(isinstance(wire.refused_id(body), int), "an id is a number", body)
@@ -116,13 +122,9 @@ def _check_reply(frame: bytes) -> bool:
 
 
 def _check_question(frame: bytes) -> bool:
-    try:
-        size_bytes = peer.decode_length(frame[:4])
-    except InvalidInputError:
-        return False
-    body = frame[4 : 4 + size_bytes]
-    question = _decoded(body, peer.decode_question, peer.encode)
-    if question is not None:
+    body = _body(frame, peer.decode_length)
+    question = _decoded(body, peer.decode_question, peer.encode) if body is not None else None
+    if body is not None and question is not None:
         _by_rules(question, body, PEER)
     return question is not None
 

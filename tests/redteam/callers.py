@@ -88,6 +88,15 @@ class Caller(Protocol):
         """Let go of everything."""
 
 
+def lookups_until(stop: threading.Event, probe: Callable[[int], int]) -> int:
+    """Look up prompts that nobody stored, one after the other; how many."""
+    count = 0
+    while not stop.is_set():
+        probe(1_000_000 + count % 1_000)
+        count += 1
+    return count
+
+
 class Answers:
     """Carries out verbs."""
 

@@ -24,7 +24,7 @@ import torch
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngineDrivenContextPayload
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-from redteam.callers import BLOCK_TOKENS, BLOCKS, HEAD_DIM, LAYERS, Block, serve, tokens
+from redteam.callers import BLOCK_TOKENS, BLOCKS, HEAD_DIM, LAYERS, Block, lookups_until, serve, tokens
 
 MODEL = "m"
 WAIT_S = 10.0
@@ -140,11 +140,7 @@ class LMCacheCaller:
 
     def flood(self, stop: threading.Event) -> int:
         """See `Caller`."""
-        count = 0
-        while not stop.is_set():
-            self.probe(1_000_000 + count % 1_000)
-            count += 1
-        return count
+        return lookups_until(stop, self.probe)
 
     def connect(self, count: int) -> int:
         """See `Caller`."""

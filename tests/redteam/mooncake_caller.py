@@ -20,7 +20,7 @@ import mooncake.store
 import numpy as np
 import numpy.typing as npt
 
-from redteam.callers import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Block, serve, tokens
+from redteam.callers import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Block, lookups_until, serve, tokens
 
 HOST = "127.0.0.1"
 SEGMENT_BYTES = 32 << 20
@@ -142,11 +142,7 @@ class MooncakeCaller:
 
     def flood(self, stop: threading.Event) -> int:
         """See `Caller`."""
-        count = 0
-        while not stop.is_set():
-            self.probe(1_000_000 + count % 1_000)
-            count += 1
-        return count
+        return lookups_until(stop, self.probe)
 
     def connect(self, count: int) -> int:
         """See `Caller`."""

@@ -53,8 +53,8 @@ class Signs:
         self._raised: dict[bytes, tuple[float, Sign]] = {}
         """When blocks came up and why, the latest last; by digest, because entries come and go."""
         self._recent: Recent[Sign] = Recent(clock())
-        self._gone: Recent[tuple[str, Sign]] = Recent(clock())
-        """`GONE` and `UNREAD` by tenant."""
+        self._settled: Recent[tuple[str, Sign]] = Recent(clock())
+        """`SETTLED` and `UNREAD` by tenant."""
         self._uncounted: Counter[Sign] = Counter()
         """What is not in Prometheus' counters yet: once a second is cheaper than for each block."""
         self.found: tuple[Finding, ...] = ()
@@ -107,12 +107,21 @@ class Signs:
                 self._count(Sign.READ_WASTED, 1)
             elif sign is Sign.PREFETCHED and entry.used_at_s <= raised_s:
                 self._count(Sign.PREFETCH_WASTED, 1)
-        if had_its_chance and self._clock() > entry.born_s + SAME_USE_S:  # Before that nothing counts as a read.
-            self._recent.counts[Sign.GONE] += 1
-            self._gone.counts[entry.tenant, Sign.GONE] += 1
-            if came is None and is_unread(entry):
-                self._count(Sign.UNREAD, 1)
-                self._gone.counts[entry.tenant, Sign.UNREAD] += 1
+        if had_its_chance and came is None and is_unread(entry) and self._clock() > entry.born_s + SAME_USE_S:
+            self._count(Sign.UNREAD, 1)
+            self._settle(entry, Sign.UNREAD)
+
+    def used(self, entry: Entry, now_s: float) -> None:
+        """Somebody reads a block now."""
+        if is_unread(entry) and now_s > entry.born_s + SAME_USE_S:
+            self._settle(entry)
+        entry.used_at_s = now_s
+
+    def _settle(self, entry: Entry, *more: Sign) -> None:
+        """Whether a block is ever read is known now."""
+        self._recent.counts[Sign.SETTLED] += 1
+        for sign in (Sign.SETTLED, *more):
+            self._settled.counts[entry.tenant, sign] += 1
 
     def asked(self, wanted_blocks: int, unfetched_blocks: int) -> None:
         """An engine asked for blocks that lie in slower tiers, and was not given so many of them."""
@@ -131,9 +140,12 @@ class Signs:
             self._counters.add(metric, count, **({"cause": cause} if cause else {}))
         self._uncounted.clear()
         self.found = findings(self._recent.judged(now_s))
-        by_tenant = self._gone.judged(now_s)
-        gone, unread = ({t: n for (t, s), n in by_tenant.items() if s is sign} for sign in (Sign.GONE, Sign.UNREAD))
-        self.polluters = polluters(self.found, gone, unread)
+        by_tenant = self._settled.judged(now_s)
+        settled, unread = (
+            {tenant: count for (tenant, of), count in by_tenant.items() if of is sign}
+            for sign in (Sign.SETTLED, Sign.UNREAD)
+        )
+        self.polluters = polluters(self.found, settled, unread)
         return self.found
 
     def _count(self, sign: Sign, count: int) -> None:

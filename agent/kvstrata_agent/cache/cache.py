@@ -117,7 +117,7 @@ class Cache:
         self.node.used_by(place.session, here)
         self.node.returns.asked(place.scope, place.session, digests)
         for entry in here:
-            entry.used_at_s = now_s
+            self.node.signs.used(entry, now_s)
         if place.session is not None:
             self.archiver.follow(place.session, here)
         return len(here)

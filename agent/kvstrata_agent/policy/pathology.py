@@ -18,7 +18,7 @@ class Pathology(StrEnum):
     THRASHING = "Thrashing"
     """Blocks are brought up and leave again before anybody uses them another time."""
     POLLUTED = "Polluted"
-    """Nearly all that leaves for good was stored and never read."""
+    """Nearly all that is stored leaves for good and was never read."""
     RECOMPUTING = "RecomputesAll"
     """Blocks that are here and asked for are hardly ever handed out: engines compute them again."""
     TOO_LOW = "TierTooLow"
@@ -36,10 +36,13 @@ class Sign(StrEnum):
     """Brought there before anybody asked."""
     PREFETCH_WASTED = "prefetch_wasted"
     """Of these, left without any use."""
-    GONE = "gone"
-    """Left the last tier to make room, and was not declined the next one."""
+    SETTLED = "settled"
+    """Read for the first time since they were stored, or left the last tier to make room before that.
+
+    Not all that leaves: what is read stays longer, so while a tier was never full of it nearly all was never read.
+    """
     UNREAD = "unread"
-    """Of these, never read since they were stored."""
+    """Of these, never read."""
     WANTED = "wanted"
     """Asked for in a slower tier of this node."""
     UNFETCHED = "unfetched"
@@ -71,7 +74,7 @@ RULES: Final = (
          "what engines can map is read where it lies"),
     Rule(Pathology.THRASHING, Sign.PREFETCH_WASTED, Sign.PREFETCHED, 0.5, 256,
          "of the prefetched blocks left memory before any use", "nothing is prefetched"),
-    Rule(Pathology.POLLUTED, Sign.UNREAD, Sign.GONE, 0.9, 1024, "of the blocks that made room were never read",
+    Rule(Pathology.POLLUTED, Sign.UNREAD, Sign.SETTLED, 0.9, 1024, "of the new blocks left before anybody read them",
          "of whom they are, 15 of 16 such prompts are written no further than memory"),
     Rule(Pathology.RECOMPUTING, Sign.UNFETCHED, Sign.WANTED, 0.95, 256,
          "of the blocks asked for in slower tiers were not handed out: engines compute them",
@@ -149,10 +152,10 @@ def is_probed(found: tuple[Finding, ...]) -> bool:
     return any(f.rule.cases is Sign.UNFETCHED for f in found)
 
 
-def polluters(found: tuple[Finding, ...], gone: Mapping[str, int], unread: Mapping[str, int]) -> frozenset[str]:
+def polluters(found: tuple[Finding, ...], settled: Mapping[str, int], unread: Mapping[str, int]) -> frozenset[str]:
     """Tenants whose blocks make the pollution: by the same share of their own, and enough of them to matter."""
     rule = next((f.rule for f in found if f.rule.cases is Sign.UNREAD), None)
     if rule is None:
         return frozenset()
     least = sum(unread.values()) * POLLUTER_MIN
-    return frozenset(t for t, count in unread.items() if count >= least and count >= rule.share_min * gone.get(t, 0))
+    return frozenset(t for t, count in unread.items() if count >= least and count >= rule.share_min * settled.get(t, 0))

@@ -12,6 +12,8 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from heapq import heappop
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.policy.admission import WriteAdmission
@@ -108,12 +110,16 @@ class Tiers:
 
     def shrink(self, tier: int) -> None:
         """Let blocks leave a level until it has no more than it may."""
-        level, policy = self.levels[tier], self.policies[tier]
-        if self.used_blocks(tier) <= level.capacity_blocks:
-            return
-        while (excess := self.used_blocks(tier) - self.floors[tier]) > 0:
+        level, policy, kept = self.levels[tier], self.policies[tier], self.kept_blocks(tier)
+        while (excess := self.used_blocks(tier) - kept) > 0:
             run = policy.victim()
             self.leave(tier, run, min(excess, policy.blocks_of(run), self._alone(tier, run) or level.held[run]))
+
+    def kept_blocks(self, tier: int) -> int:
+        """Blocks that a level has when all that leaves has left: it empties to its floor each time that it is full."""
+        high, low = self.levels[tier].capacity_blocks, self.floors[tier]
+        over = self.used_blocks(tier) - high
+        return high if over <= 0 else low + (over - 1) % max(1, high - low)
 
     def _alone(self, tier: int, run: int) -> int:
         """Blocks of a run that no faster tier has."""
@@ -223,6 +229,15 @@ class _Oldest(LeafLru):
         for run in path:
             self.rank[run] = number - (_BEFORE_ALL if self._owner.is_passing(self.cache, run) else 0)
 
+    def victim(self) -> int:
+        """Of those that lie in the tier, which are offered when they come there; of all, where none may leave."""
+        while self._heap:
+            rank, run = self._heap[0]
+            if self.rank[run] == rank and self.cache.is_leaf(run) and self._owner.lies_in(self.cache, run):
+                return run
+            heappop(self._heap)
+        return min(self.cache.leaves, key=self.rank.__getitem__)
+
 
 class _Least:
     """Victims of one level, by what all levels have learned."""
@@ -274,11 +289,14 @@ class _Least:
             self._victims.offer(run, self._worth(run))
 
     def _worth(self, run: int) -> float:
+        """What does not lie in the tier is taken last, and what is only passing through first."""
+        if not self._owner.lies_in(self._level, run):
+            return inf
         return -1.0 if self._owner.is_passing(self._level, run) else self._owner.worth(run)
 
 
 class _Pollution:
-    """Whether nearly all that leaves for good was never read: `policy.pathology`, for runs of one tenant."""
+    """Whether nearly all that is stored leaves unread: `policy.pathology`, for runs of one tenant."""
 
     def __init__(self, runs: int) -> None:
         self.is_found = False
@@ -293,11 +311,13 @@ class _Pollution:
         """By what has left."""
         if now_s - self._judged_s >= _JUDGE_S:
             self._judged_s, counts = now_s, self._recent.judged(now_s)
-            self.is_found = bool(polluters(findings(counts), {"": counts[Sign.GONE]}, {"": counts[Sign.UNREAD]}))
+            settled, unread = {"": counts[Sign.SETTLED]}, {"": counts[Sign.UNREAD]}
+            self.is_found = bool(polluters(findings(counts), settled, unread))
 
     def used(self, run: int, held: int, length: int, now_s: float) -> None:
         """Blocks of a run were read, and the rest stored."""
-        if held and now_s - self._born_s[run] > SAME_USE_S:
+        if held > self._read[run] and now_s > self._born_s[run] + SAME_USE_S:
+            self._recent.counts[Sign.SETTLED] += held - self._read[run]
             self._read[run] = held
         if held < length:
             self._born_s[run] = now_s
@@ -309,8 +329,9 @@ class _Pollution:
     def left(self, run: int, held: int, kept: int, now_s: float, *, had_its_chance: bool) -> None:
         """The end of a run has left for good."""
         if had_its_chance and now_s > self._born_s[run] + SAME_USE_S:
-            self._recent.counts[Sign.GONE] += held - kept
-            self._recent.counts[Sign.UNREAD] += held - max(kept, self._read[run])
+            unread = max(0, held - max(kept, self._read[run]))
+            self._recent.counts[Sign.SETTLED] += unread
+            self._recent.counts[Sign.UNREAD] += unread
         self._read[run] = min(self._read[run], kept)
 
 
@@ -363,6 +384,7 @@ class Ours(Tiers):
             self.admission = WriteAdmission()
         self._seeds = iter(range(1, 100))
         super().__init__(trace, capacities, write, rules.engine_levels)
+        self._tiers = {id(level): tier for tier, level in enumerate(self.levels)}
         behind = slice(rules.engine_levels, None)
         self.floors[behind] = [max(1, int(blocks * rules.low_part)) for blocks in capacities[behind]]
 
@@ -411,6 +433,33 @@ class Ours(Tiers):
             if not self._declined(target, run, sent):
                 self._passing[run] = level
                 self.keep(target, run, sent)
+
+    def note(self, tier: int, run: int, blocks: int) -> None:
+        """What comes into a tier may leave it."""
+        is_new = blocks > 0 and not self.stored[tier][run]
+        super().note(tier, run, blocks)
+        if is_new:
+            self.policies[tier].became_leaf(run)
+
+    def lies_in(self, level: Cache, run: int) -> bool:
+        """True where a run has blocks in the tier of a level, and not only in faster ones."""
+        tier = self._tiers[id(level)]
+        return tier < self._saved_levels or self.stored[tier][run] > 0
+
+    def shrink(self, tier: int) -> None:
+        """Out of slower tiers go copies that faster ones double like others, and nothing else goes with them."""
+        if tier < self._saved_levels:
+            super().shrink(tier)
+            return
+        policy, stored, kept = self.policies[tier], self.stored[tier], self.kept_blocks(tier)
+        while (excess := self.used_blocks(tier) - kept) > 0:
+            run = policy.victim()
+            alone = self._alone(tier, run)
+            if alone or not stored[run]:
+                self.leave(tier, run, min(excess, policy.blocks_of(run), alone or self.levels[tier].held[run]))
+            else:
+                self.note(tier, run, stored[run] - min(excess, stored[run]))
+                policy.became_leaf(run)
 
     def is_passing(self, level: Cache, run: int) -> bool:
         """True for what leaves this level before all else."""

@@ -118,7 +118,7 @@ class PeerLender:
             tier, slot, record = residence
             shared = tier.backend.shared
             if tier.name in tiers and shared is not None:
-                entry.used_at_s = self._node.clock()
+                self._node.signs.used(entry, self._node.clock())
                 lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
                 placed = Placed(tier.name, shared.file_of(slot), slot, record)
                 return Lent(lease.id, slot, memoryview(b""), record.parent, record.checksum, record.epoch, placed)
@@ -129,7 +129,7 @@ class PeerLender:
         mappable = tier.backend.mappable
         assert mappable is not None
         self._extents.ensure(tier, slot.extent)
-        entry.used_at_s = self._node.clock()
+        self._node.signs.used(entry, self._node.clock())
         lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
         outside = replace(slot, extent=tier.extent_number(slot.extent))
         view = mappable.view(slot)[: record.raw_bytes]

@@ -168,6 +168,30 @@ async def test_who_pollutes_writes_little_below_memory_until_that_ends() -> None
     await close(engine)
 
 
+async def test_reads_count_when_they_happen_and_not_when_their_block_leaves(engine: Engine) -> None:
+    """The first to leave a tier are those that nobody reads; a third of all blocks are read here."""
+    tier = engine.core.node.tiers[0]
+    for first in range(2, 40 * SLOTS, 2 * SLOTS):
+        await store(engine, roots(first, SLOTS))
+        engine.clock.now_s += 3.0
+        kept = roots(first, SLOTS // 3)
+        await read(engine, kept, 0.0)
+        await read(engine, kept, 0.0)
+        for number in roots(first, SLOTS):
+            entry = engine.core.node.index.find(*engine.key(number))
+            assert entry is not None
+            if number not in kept:
+                request = EvictionRequest(
+                    1, "room", fate=Fate.DROP, extents=frozenset({entry.residences[0].slot.extent})
+                )
+                await engine.core.cache.evictor.evict(tier, request)
+        await engine.push_down()
+    counts = engine.core.node.signs._recent.counts
+    assert counts[Sign.UNREAD] > 0
+    assert counts[Sign.SETTLED] - counts[Sign.UNREAD] == 20 * (SLOTS // 3), "a second read counts no more"
+    assert found(engine) & {Pathology.POLLUTED} == set()
+
+
 @pytest.mark.parametrize(("stays_s", "is_declined"), [(1.0, False), (3.0, True)])
 async def test_what_had_no_chance_to_be_read_is_no_pollution(stays_s: float, *, is_declined: bool) -> None:
     """Neither what has left before a read would count as one, nor what was not let into the tier it would lie in."""
@@ -181,7 +205,7 @@ async def test_what_had_no_chance_to_be_read_is_no_pollution(stays_s: float, *, 
         await engine.core.cache.evictor.evict(node.tiers[0], EvictionRequest(1 << 40, "room", fate=fate))
     assert node.index.in_use <= SLOTS
     assert found(engine) == set()
-    assert node.signs._recent.counts[Sign.GONE] == 0
+    assert node.signs._recent.counts[Sign.SETTLED] == 0
     await close(engine)
 
 
@@ -232,11 +256,11 @@ def test_counts_go_after_one_to_two_halves() -> None:
 
 
 def test_who_has_little_part_in_it_is_no_polluter() -> None:
-    polluted = findings({Sign.GONE: 100_000, Sign.UNREAD: 95_000})
-    gone, unread = {"a": 94_000, "b": 5000, "c": 1000}, {"a": 93_000, "b": 1000, "c": 1000}
+    polluted = findings({Sign.SETTLED: 100_000, Sign.UNREAD: 95_000})
+    settled, unread = {"a": 94_000, "b": 5000, "c": 1000}, {"a": 93_000, "b": 1000, "c": 1000}
 
-    assert pathology.polluters(polluted, gone, unread) == {"a"}
-    assert pathology.polluters((), gone, unread) == frozenset()
+    assert pathology.polluters(polluted, settled, unread) == {"a"}
+    assert pathology.polluters((), settled, unread) == frozenset()
 
 
 @pytest.mark.parametrize("policy", ["CostModel", "AlwaysFetch"])
@@ -275,8 +299,8 @@ def test_a_rule_holds_from_its_share_on_and_not_by_few_blocks() -> None:
 
 
 def test_what_is_said_does_not_change_with_every_block() -> None:
-    (one,) = findings({Sign.GONE: 10_000, Sign.UNREAD: 9_100})
-    (other,) = findings({Sign.GONE: 10_000, Sign.UNREAD: 9_900})
+    (one,) = findings({Sign.SETTLED: 10_000, Sign.UNREAD: 9_100})
+    (other,) = findings({Sign.SETTLED: 10_000, Sign.UNREAD: 9_900})
 
     assert one.said == other.said
-    assert one.said.startswith("90 % of the blocks that made room were never read (meanwhile ")
+    assert one.said.startswith("90 % of the new blocks left before anybody read them (meanwhile ")
