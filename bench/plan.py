@@ -193,12 +193,7 @@ def found_part(fleet: Fleet, trace: Trace) -> float:
     """Part of the blocks that a pool's tiers have when they are asked for, without any engine or queue."""
     rules = replace(fleet.rules, engine_levels=0, memories=fleet.rules.memories - 1)
     tiers = Ours(trace, fleet.capacities(trace)[1:], lambda _tier, _blocks: True, Hints.NONE, rules)
-    found = 0
-    for number, (path, at_s) in enumerate(zip(trace.paths, trace.at_s, strict=True)):
-        tiers.asked(number, path, at_s)
-        found += sum(source.blocks for source in tiers.sources(path))
-        tiers.used(number, path, at_s)
-    return found / max(1, trace.accesses)
+    return tiers.play(trace) / max(1, trace.accesses)
 
 
 class Engine:
@@ -210,12 +205,12 @@ class Engine:
         self.layout = connector.layout_of(CONFIG, MODEL, REVISION, "bf16")
         self.client = agent.attach(self.layout)
 
-    def first_token(self, tokens: Sequence[int]) -> int:
-        """Restore, compute the rest, save; returns how many tokens were restored."""
+    def first_token(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Restore, compute the rest, save; returns how many tokens were restored, and how many of them from files."""
         cache = KvstrataCache(self.model, self.client)
         with torch.inference_mode():
             self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
-        return int(cache.hit_tokens.total())
+        return int(cache.hit_tokens.total()), int(cache.hit_tokens["nvme"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +219,8 @@ class Turn:
 
     tokens: int
     restored: int
+    from_files: int
+    """Of the restored ones."""
     service_s: float
     first_token_s: float
     """From its arrival."""
@@ -244,9 +241,9 @@ def serve(trace: Trace, pool: KVPool, speed: float, home: Path, seed: int) -> tu
                 arrives_s = begin_s + (at_s - trace.at_s[0]) / speed
                 time.sleep(max(0.0, arrives_s - time.perf_counter()))
                 starts_s = time.perf_counter()
-                restored = engine.first_token(prompt)
+                restored, from_files = engine.first_token(prompt)
                 ends_s = time.perf_counter()
-                turns.append(Turn(len(prompt), restored, ends_s - starts_s, ends_s - arrives_s))
+                turns.append(Turn(len(prompt), restored, from_files, ends_s - starts_s, ends_s - arrives_s))
         return turns, agent.metrics()
 
 
@@ -255,6 +252,7 @@ def middle(same: Sequence[Turn]) -> Turn:
     return Turn(
         same[0].tokens,
         int(median(t.restored for t in same)),
+        int(median(t.from_files for t in same)),
         median(t.service_s for t in same),
         median(t.first_token_s for t in same),
     )
@@ -276,26 +274,28 @@ def measured_rates(home: Path, sessions: int) -> Hardware:
 
 def rates_of(turns: Sequence[Turn], metrics: str, pool: KVPool) -> Hardware:
     """What prompts that were served, and the metrics of their agent, say of engine and tiers."""
-    part, link_s = _fitted(turns)
     layout = connector.layout_of(CONFIG, MODEL, REVISION, "bf16")
     token_bytes = layout.block_bytes // BLOCK_TOKENS
-    link = token_bytes / max(link_s, 1e-9)
-    base = described({**part, "kvBytesPerToken": token_bytes}, layout.block_bytes, link)
+    base = described({"kvBytesPerToken": token_bytes}, layout.block_bytes)
     found, _ = hardware.calibrated(base, pool, hardware.parse_samples(metrics, "the agent's metrics"))
     files = found.tiers[TierType.NVME]
+    part, link_s = _fitted(turns, token_bytes / files.read_bytes_per_second)
+    link = token_bytes / max(link_s, 1e-9)
+    base = described({**part, "kvBytesPerToken": token_bytes}, layout.block_bytes, link)
     # What is in files comes to memory first, and from there to the engine.
     through = 1 / (1 / files.read_bytes_per_second + 1 / link)
     update = {"read_bytes_per_second": through, "stored_ratio": base.tiers[TierType.NVME].stored_ratio}
     return base.model_copy(update={"tiers": {**base.tiers, TierType.NVME: files.model_copy(update=update)}})
 
 
-def _fitted(turns: Sequence[Turn]) -> tuple[dict[str, Any], float]:
+def _fitted(turns: Sequence[Turn], file_s: float) -> tuple[dict[str, Any], float]:
     """The engine, and seconds of a restored token, by least squares; terms that would be negative are left out.
 
     Seconds = overhead + computed / rate + computed x (restored + computed / 2) / (half-rate length x rate) + restored x
-    seconds of one. Large prompts and small ones count by the square root of what they took.
+    seconds of one, beside `file_s` for each that came from files. Large prompts and small ones count by the square root
+    of what they took.
     """
-    took_s = np.asarray([t.service_s for t in turns])
+    took_s = np.asarray([max(1e-3, t.service_s - file_s * t.from_files) for t in turns])
     restored = np.asarray([min(t.restored, t.tokens - 1) for t in turns], np.float64)
     computed = np.asarray([t.tokens for t in turns]) - restored
     terms = np.stack((np.ones_like(took_s), computed, computed * (restored + computed / 2), restored))

@@ -159,7 +159,9 @@ AGENT: Final = (
         ("pool", "node", "source", "target", "traffic"),
     ),
     Metric(
-        "kvstrata_move_duration_seconds", Kind.HISTOGRAM, "Time of one move.", ("pool", "node", "source", "target"),
+        "kvstrata_move_duration_seconds", Kind.HISTOGRAM,
+        "Time of one move, with its wait: of one block, or of several that move together.",
+        ("pool", "node", "source", "target"),
         _AGENT_S,
     ),
     Metric(

@@ -210,4 +210,4 @@ class RemoteFetcher:
     def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
         arrived = sum(1 for e in entries if e.residences)
         if arrived:
-            self._mover.scheduler.count_moved(REMOTE, tier.name, arrived, arrived * raw_bytes, [took_s])
+            self._mover.scheduler.count_moved(REMOTE, tier.name, arrived, arrived * raw_bytes, took_s)

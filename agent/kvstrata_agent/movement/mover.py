@@ -146,7 +146,7 @@ class Mover:
         if copies:
             took_s = self._node.clock() - started_s
             moved_bytes = sum(copy_made.record.raw_bytes for copy_made in copies)
-            self.scheduler.count_moved(source.name, target.name, len(copies), moved_bytes, [took_s] * len(copies))
+            self.scheduler.count_moved(source.name, target.name, len(copies), moved_bytes, took_s)
             source.failures = target.failures = 0
         return [c is not None and self._settle(m.entry, c) for m, c in zip(moves, made, strict=True)]
 

@@ -10,7 +10,7 @@ from kvstrata_agent.movement.path import Path, Paths, Priority, QueuedMove, Traf
 from kvstrata_api.errors import InvalidInputError, RetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
@@ -112,13 +112,12 @@ class MoveScheduler:
                 self._node.counters.add("kvstrata_moves_refused_total", 1, **names, traffic=move.traffic)
             raise
 
-    def count_moved(self, source: str, target: str, blocks: int, size_bytes: int, took_s: Iterable[float]) -> None:
-        """Count blocks that have moved on a path: their raw bytes, and one duration for each transfer."""
+    def count_moved(self, source: str, target: str, blocks: int, size_bytes: int, took_s: float) -> None:
+        """Count blocks that have moved on a path as one transfer: their raw bytes, and how long they took."""
         counters, path = self._node.counters, {"source": source, "target": target}
         counters.add("kvstrata_moved_blocks_total", blocks, **path)
         counters.add("kvstrata_moved_bytes_total", size_bytes, **path, traffic=TrafficClass.KV)
-        for one_s in took_s:
-            counters.observe("kvstrata_move_duration_seconds", one_s, **path)
+        counters.observe("kvstrata_move_duration_seconds", took_s, **path)
 
     def wait_for(self, entry: Entry, tenant: str) -> None:
         """A reader waits for a block from now on: its move goes as a load of this tenant, whoever began it."""

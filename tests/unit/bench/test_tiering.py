@@ -225,12 +225,8 @@ def test_what_is_new_above_the_high_watermark_goes_down(*, has_admission: bool, 
 
 def _played(trace: Trace, capacities: list[int], rules: Rules) -> tuple[Ours, int]:
     """Also how many blocks were found."""
-    tiers, found = Ours(trace, capacities, _always, rules=rules), 0
-    for number, (path, at_s) in enumerate(zip(trace.paths, trace.at_s, strict=True)):
-        tiers.asked(number, path, at_s)
-        found += sum(source.blocks for source in tiers.sources(path))
-        tiers.used(number, path, at_s)
-    return tiers, found
+    tiers = Ours(trace, capacities, _always, rules=rules)
+    return tiers, tiers.play(trace)
 
 
 @pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])

@@ -99,6 +99,17 @@ async def test_a_group_goes_down_in_one_write_and_comes_up_in_one_read() -> None
     await core.close()
 
 
+async def test_a_group_that_moved_is_counted_by_blocks_and_timed_as_one() -> None:
+    """From both a plan has what a transfer takes beyond its bytes: a group's time is not that of each of its blocks."""
+    core = await core_on(MemoryVolume())
+    assert await push_down(core, entries_of(core)) == [True] * COUNT
+
+    registry, path = core.node.counters._instruments.registry, {"source": "dram", "target": "below"}
+    names = {"kvstrata_moved_blocks_total": COUNT, "kvstrata_move_duration_seconds_count": 1}
+    assert {name: registry.get_sample_value(name, {"pool": "pool", "node": "node", **path}) for name in names} == names
+    await core.close()
+
+
 async def test_groups_go_into_device_memory_as_they_are_whatever_the_pool_compresses() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     from kvstrata_agent.backends.device.hbm import PIECES, HbmTier
