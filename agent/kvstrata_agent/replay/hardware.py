@@ -230,13 +230,15 @@ def _measured(seen: Mapping[str, Sequence[Sample]], tier: str) -> dict[str, floa
         values = [s.value for s in rates if s.value > 0]
         if values:
             found[field] = median(values)
+        if values and late and direction == "read":
+            found["latency_seconds"] = 0.0  # What moves take beyond their bytes is in their rate already.
     ratios = [s.value for s in of("kvstrata_stored_ratio", tier=tier) if s.value > 0]
     if ratios:
         found["stored_ratio"] = fmean(ratios)
     moves = sum(s.value for s in of("kvstrata_move_duration_seconds_count", source=tier) if s.labels["target"] != tier)
     took_s = sum(s.value for s in of("kvstrata_move_duration_seconds_sum", source=tier) if s.labels["target"] != tier)
     moved = sum(s.value for s in of("kvstrata_moved_bytes_total", source=tier) if s.labels["target"] != tier)
-    if moves > 0 and "read_bytes_per_second" in found:
+    if moves > 0 and "read_bytes_per_second" in found and "latency_seconds" not in found:
         found["latency_seconds"] = max(0.0, took_s / moves - moved / moves / found["read_bytes_per_second"])
     return found
 
