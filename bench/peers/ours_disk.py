@@ -8,7 +8,7 @@ The sweeper runs beside, as in every agent. The only stand-in is the authenticat
 import argparse
 import asyncio
 import importlib.metadata
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,22 +107,28 @@ class Agent:
             pass
 
     async def _prepare(self, generation: int) -> None:
-        node, size_bytes, parent = self._node, self._work.block_bytes, b""
+        node, size_bytes = self._node, self._work.block_bytes
         dram = node.tiers[0]
         self._entries = []
-        for number, block in enumerate(self._source):
-            digest = (generation << GENERATION_SHIFT | number).to_bytes(KEY_BYTES, "big")
-            slot = dram.allocate(SECRET.scope, "bench", size_bytes)
-            assert dram.backend.mappable is not None
-            with dram.backend.mappable.view(slot) as view:
-                view[:size_bytes] = block.data
-            bound = checksum(block, digest, node.epoch, slot.stamp)
-            key = BlockKey(SECRET.scope, digest)
-            record = Record(key, parent, LAYOUT, "raw", size_bytes, size_bytes, bound, node.epoch)
-            entry = node.index.begin(SECRET.scope, digest, parent, LAYOUT, node.clock(), "bench")
-            node.add_copy(entry, Residence(dram, slot, record))
-            self._entries.append(entry)
-            parent = digest if (number + 1) % CHAIN_BLOCKS else b""
+        digests = [(generation << GENERATION_SHIFT | n).to_bytes(KEY_BYTES, "big") for n in range(len(self._source))]
+        for first in range(0, len(digests), CHAIN_BLOCKS):
+            chain = self._begun(digests[first : first + CHAIN_BLOCKS])
+            for entry, block in zip(chain, self._source[first:], strict=False):
+                slot = dram.allocate(SECRET.scope, "bench", size_bytes)
+                assert dram.backend.mappable is not None
+                with dram.backend.mappable.view(slot) as view:
+                    view[:size_bytes] = block.data
+                bound = checksum(block, entry.digest, node.epoch, slot.stamp)
+                key = BlockKey(SECRET.scope, entry.digest)
+                record = Record(key, entry.parent, LAYOUT, "raw", size_bytes, size_bytes, bound, node.epoch)
+                node.add_copy(entry, Residence(dram, slot, record))
+            node.returns.stored(None, chain)
+            self._entries += chain
+
+    def _begun(self, digests: Sequence[bytes]) -> list[Entry]:
+        """A chain, as a store begins it."""
+        made = self._node.index.begin_chain(SECRET.scope, digests, b"", LAYOUT, self._node.clock(), "bench")
+        return [entry for entry in made if entry is not None]
 
     def put(self, _: int) -> dict[str, float]:
         """Demote the set, until the last record is durable and memory is free."""

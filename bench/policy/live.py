@@ -76,7 +76,7 @@ def replayed(
 ) -> tuple[float, list[float]]:
     """Look up, lease and store all requests of a trace; returns percent of hits, and when each began.
 
-    `batch` blocks are stored at a time; `settle` is called after each request.
+    `batch` blocks are leased and stored at a time; `settle` is called after each request.
     """
     keys_of: dict[int, list[BlockKey]] = {}
     payload = memoryview(bytes(client.target.layout.block_bytes))
@@ -92,8 +92,8 @@ def replayed(
         found = client.lookup(keys).blocks
         asked += len(keys)
         hits += found
-        if found:
-            with client.acquire(keys[:found]):
+        for at in range(0, found, batch):  # A prompt may be longer than memory.
+            with client.acquire(keys[at : min(found, at + batch)]):
                 pass
         _store(client, keys, found, payload, batch)
         settle()

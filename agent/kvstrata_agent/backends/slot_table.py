@@ -72,6 +72,7 @@ class Extent:
     fresh: int = 0
     """Slots from here on were never used."""
     freed: list[int] = field(default_factory=list)
+    """Slots that were given back, as a heap: the first is taken, so that what comes together lies together."""
     is_closing: bool = False
     is_bad: bool = False
     """The medium failed here: never gives slots again."""
@@ -168,7 +169,7 @@ class SlotTable:
 
     def _take(self, extent: Extent) -> SlotRef:
         if extent.freed:
-            index = extent.freed.pop()
+            index = heapq.heappop(extent.freed)
         else:
             index = extent.fresh
             extent.fresh += 1
@@ -227,7 +228,7 @@ class SlotTable:
         free = np.flatnonzero(stamps == FREE)
         extent.live = len(stamps) - len(free)
         extent.fresh = len(stamps)
-        extent.freed = free[::-1].tolist()
+        extent.freed = free.tolist()
         self.used_bytes += extent.live * extent.stride_bytes
         self._next_stamp = max(self._next_stamp, int(stamps.max(initial=FREE)) + 1)
         return extent
@@ -287,7 +288,7 @@ class SlotTable:
         if extent.stamps[index] != slot.stamp:
             return None
         extent.stamps[index] = FREE
-        extent.freed.append(index)
+        heapq.heappush(extent.freed, index)
         extent.live -= 1
         self.used_bytes -= extent.stride_bytes
         self._drops += 1

@@ -24,7 +24,7 @@ from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
-from kvstrata_agent.policy.placement import Placement, by_reuse_interval, next_lower
+from kvstrata_agent.policy.placement import Placement, ReuseInterval, next_lower
 from kvstrata_agent.policy.prefill_rate import PrefillRates
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.regret import Regret, Regrets
@@ -229,12 +229,17 @@ class Node:
         """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""
         return next_lower([t.facts(self.clock()) for t in self.tiers], level, must_survive=must_survive)
 
-    def placement_of(self, entry: Entry, level: int, *, may_decline: bool = False) -> Placement:
-        """Where this block goes that leaves a tier of that level; nowhere if it `may_decline` a write not worth it."""
+    def places_below(self, level: int) -> Placement | ReuseInterval:
+        """Where blocks go that leave a tier of that level, as things are now: all to one, or each by its worth."""
         if self.is_draining or self.spec.policy.placement.type == "Cascade":
             return self.placement_below(level, must_survive=self.is_draining)
-        uses_per_s, *_ = self.returns.worth(entry)
-        placement = by_reuse_interval([self.facts_of(t) for t in self.tiers], level, uses_per_s)
+        return ReuseInterval([self.facts_of(t) for t in self.tiers], level)
+
+    def placement_of(self, entry: Entry, places: Placement | ReuseInterval, *, may_decline: bool = False) -> Placement:
+        """Where this block goes, of these places; nowhere if it `may_decline` a write that is not worth it."""
+        if isinstance(places, Placement):
+            return places
+        placement = places.placement(self.returns.worth(entry)[0]) if places.has_choice else places.nearest
         if may_decline and self.takes_for_good(placement.target) and (why := self.returns.declined(entry)):
             return Placement(None, f"{placement.target} is spared the write: {why}", is_declined=True)
         return placement

@@ -86,9 +86,10 @@ class Demoter:
         declined: dict[Entry, Placement | None] = {}
         parents: set[tuple[ScopeId, bytes]] = set()
         """What blocks that are written continue: they would be of no use without it, and hold it here."""
+        places = self._node.places_below(tier.level)
         for entry in entries:
             may_spare = may_decline and (entry.scope, entry.digest) not in parents
-            placement = self._node.placement_of(entry, tier.level, may_decline=may_spare)
+            placement = self._node.placement_of(entry, places, may_decline=may_spare)
             if may_decline and (placement.is_declined or self._node.takes_for_good(placement.target)):
                 self._node.returns.offered(entry)
             if placement.is_declined:
@@ -135,7 +136,7 @@ class Demoter:
         """
         for attempt in range(ROUNDS_MAX):
             sources = {e: source for e in entries if e.move is None and (source := e.residence(tier)) is not None}
-            moves = [self._mover.plan(e, s, target) for e, s in sources.items() if e.residence(target) is None]
+            moves = self._mover.plan_all(((e, s) for e, s in sources.items() if e.residence(target) is None), target)
             is_short = False
             for path in (CopyPath.RAW_GROUP, CopyPath.CODED_GROUP):
                 alike = [m for m in moves if m.path is path and m.entry.move is None]

@@ -188,7 +188,7 @@ class Explainer:
             },
             "placement": {
                 "alternatives": [t.name for t in self._node.tiers if t.level > tier.level],
-                **asdict(self._node.placement_of(entry, tier.level, may_decline=True)),
+                **asdict(self._node.placement_of(entry, self._node.places_below(tier.level), may_decline=True)),
             },
         }
 

@@ -63,20 +63,36 @@ class Mover:
         """Blocks whose bytes are on their way, and where to; those that were dropped meanwhile included."""
 
     def plan(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None = None) -> Move:
-        """Plan the copy of a block into `target`, into `slot` where that was taken: here alone its path is chosen."""
+        """Plan the copy of a block into `target`, into `slot` where that was taken."""
+        return Move(entry, source, slot, self._path(source, target, has_slot=slot is not None))
+
+    def plan_all(self, sources: Iterable[tuple[Entry, Residence]], target: Tier) -> list[Move]:
+        """Plan copies of blocks into new slots of `target`: what one tier has in one form goes by one path."""
+        paths: dict[tuple[Tier, str], CopyPath] = {}
+        moves = []
+        for entry, source in sources:
+            form = source.tier, source.record.codec
+            path = paths.get(form)
+            if path is None:
+                path = paths[form] = self._path(source, target, has_slot=False)
+            moves.append(Move(entry, source, None, path))
+        return moves
+
+    def _path(self, source: Residence, target: Tier, *, has_slot: bool) -> CopyPath:
+        """How a copy is made: chosen here alone."""
         tier, codec = source.tier, source.record.codec
         is_mapped = tier.backend.mappable is not None and not tier.backend.capabilities.is_emulated
         facts = CopyFacts(
             is_source_mapped=is_mapped,
             is_source_grouped=tier.backend.group is not None,
             is_target_grouped=target.backend.group is not None,
-            fills_mapped_slot=target.backend.mappable is not None and slot is not None,
+            fills_mapped_slot=target.backend.mappable is not None and has_slot,
             is_encoded=codec not in UNENCODED,
             gets_encoded=is_mapped
             and target.backend.group is not None
             and self.coding.codec_for(source.record, target) is not None,
         )
-        return Move(entry, source, slot, copy_path(facts))
+        return copy_path(facts)
 
     def begin(self, entries: Iterable[Entry], arriving_bytes: int = 0) -> None:
         """Mark blocks as moving, with one future that they share. One whose mark has ended may be marked again.

@@ -73,24 +73,39 @@ def next_lower(tiers: Sequence[TierFacts], level: int, *, must_survive: bool = F
     return Placement(fitting[0].name, f"cascade, {skipped} tiers passed over" if skipped else "cascade")
 
 
-def by_reuse_interval(
-    tiers: Sequence[TierFacts], level: int, uses_per_s: float, *, must_survive: bool = False
-) -> Placement:
-    """The fastest slower tier that has room, or where the block is worth more than what leaves; else the slowest.
+class ReuseInterval:
+    """Chooses among slower tiers: the fastest that has room, or where the block is worth more than what leaves.
 
-    What is worth less would leave at once again. To judge a tier by how long blocks stay in it leaves it empty: what
-    passes it over makes them stay longer, and nothing says that those who are there bring more.
+    Else the slowest: what is worth less would leave at once again. To judge a tier by how long blocks stay in it leaves
+    it empty: what passes it over makes them stay longer, and nothing says that those who are there bring more.
     """
-    fitting = [t for t in tiers if t.takes_writes and t.level > level and (not must_survive or _lasts(t))]
-    nearest = next_lower(tiers, level, must_survive=must_survive)
-    if len(fitting) < 2:
-        return nearest
-    fitting.sort(key=lambda t: t.level)
-    target = next((t for t in fitting[:-1] if max(0.0, uses_per_s) >= t.price_per_s), fitting[-1])
-    if target.name == nearest.target:
-        return nearest
-    told = ", ".join(f"{t.name} {t.price_per_s:.2g}" for t in fitting[: fitting.index(target)])
-    return Placement(target.name, f"reuse interval: {uses_per_s:.2g} uses/s, where a place costs {told}")
+
+    def __init__(self, tiers: Sequence[TierFacts], level: int) -> None:
+        """For blocks that leave a tier of that level, as long as the facts hold."""
+        self.nearest = next_lower(tiers, level)
+        """Where all of them go that there is no choice for."""
+        self._fitting = sorted((t for t in tiers if t.takes_writes and t.level > level), key=lambda t: t.level)
+
+    @property
+    def has_choice(self) -> bool:
+        """False where it does not matter what a block is worth."""
+        return len(self._fitting) > 1
+
+    def placement(self, uses_per_s: float) -> Placement:
+        """Where a block goes that is worth so much."""
+        if not self.has_choice:
+            return self.nearest
+        fitting = self._fitting
+        target = next((t for t in fitting[:-1] if max(0.0, uses_per_s) >= t.price_per_s), fitting[-1])
+        if target.name == self.nearest.target:
+            return self.nearest
+        told = ", ".join(f"{t.name} {t.price_per_s:.2g}" for t in fitting[: fitting.index(target)])
+        return Placement(target.name, f"reuse interval: {uses_per_s:.2g} uses/s, where a place costs {told}")
+
+
+def by_reuse_interval(tiers: Sequence[TierFacts], level: int, uses_per_s: float) -> Placement:
+    """Where one block goes. See `ReuseInterval`."""
+    return ReuseInterval(tiers, level).placement(uses_per_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,17 @@ def test_strides_waste_little_and_are_few(size_bytes: int, class_bits: int) -> N
     assert stride_of(stride, PAGE, class_bits) == stride
 
 
+@given(dropped=st.permutations(range(16)), count=st.integers(1, 16))
+def test_what_is_taken_together_lies_together_in_whatever_order_slots_came_back(dropped: list[int], count: int) -> None:
+    table = make_table()
+    slots = [take(table, SCOPES[0], PAGE) for _ in range(16)]
+    for index in dropped:
+        table.drop(slots[index])
+
+    taken = [take(table, SCOPES[0], PAGE).offset // PAGE for _ in range(count)]
+    assert taken == list(range(count))
+
+
 def test_a_shrink_closes_the_extents_with_the_fewest_live_bytes() -> None:
     table = make_table(64, target_pages=16)
     slots = [take(table, SCOPES[0], 4 * PAGE) for _ in range(16)]

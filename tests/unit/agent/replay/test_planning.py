@@ -341,10 +341,8 @@ def test_a_live_fleet_says_what_it_measured() -> None:
 def test_what_moves_take_beyond_their_bytes_is_in_their_rate_and_counts_once() -> None:
     """Sixteen groups of a load are under way at once: each takes as long as all, which is bandwidth, not latency."""
     pool = KVPool.model_validate(manifest())
-    late = "# TYPE kvstrata_move_bytes_per_second gauge\n" + (
-        'kvstrata_move_bytes_per_second{pool="demo",node="a",source="nvme",target="dram"} 1e9\n'
-    )
-    found, _ = hardware.calibrated(described(), pool, hardware.parse_samples(METRICS + late, "metrics"))
+    late = Sample("kvstrata_move_bytes_per_second", {"pool": "demo", "source": "nvme", "target": "dram"}, 1e9)
+    found, _ = hardware.calibrated(described(), pool, [*hardware.parse_samples(METRICS, "metrics"), late])
 
     nvme = found.tiers[pool.spec.tiers[1].type]
     assert (nvme.read_bytes_per_second, nvme.latency_seconds) == (1e9, 0.0)
