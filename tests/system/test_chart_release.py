@@ -181,8 +181,8 @@ def test_crds_that_somebody_else_applies_are_upgraded_by_the_command_of_the_read
     text = (CHART / "README.md").read_text()
     (command,) = re.findall(r"`(kubectl apply [^`]*files/crds[^`]*)`", text)
     for path in (previous / "files" / "crds", CHART / "files" / "crds"):
-        told = command.replace("charts/kvstrata/files/crds/", str(path)).split()[1:]
-        plane.kubectl(*told)
+        args = command.replace("charts/kvstrata/files/crds/", str(path)).split()[1:]
+        plane.kubectl(*args)
         established(plane)
     helm("install", CHART, "--create-namespace", values={"crds": {"install": False}})
 

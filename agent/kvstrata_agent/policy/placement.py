@@ -99,8 +99,8 @@ class ReuseInterval:
         target = next((t for t in fitting[:-1] if max(0.0, uses_per_s) >= t.price_per_s), fitting[-1])
         if target.name == self.nearest.target:
             return self.nearest
-        told = ", ".join(f"{t.name} {t.price_per_s:.2g}" for t in fitting[: fitting.index(target)])
-        return Placement(target.name, f"reuse interval: {uses_per_s:.2g} uses/s, where a place costs {told}")
+        prices = ", ".join(f"{t.name} {t.price_per_s:.2g}" for t in fitting[: fitting.index(target)])
+        return Placement(target.name, f"reuse interval: {uses_per_s:.2g} uses/s, where a place costs {prices}")
 
 
 def by_reuse_interval(tiers: Sequence[TierFacts], level: int, uses_per_s: float) -> Placement:

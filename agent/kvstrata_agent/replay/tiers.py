@@ -371,7 +371,7 @@ class Ours(Tiers):
         hints: Hints = Hints.NONE,
         rules: Rules = Rules(),
     ) -> None:
-        """By the rules of a pool, and what the policy is told of requests."""
+        """By the rules of a pool, and what the policy knows of requests."""
         self._is_lru = rules.eviction == "LeafLRU"
         self._cascades = rules.placement == "Cascade"
         self._sends_down = rules.has_admission
