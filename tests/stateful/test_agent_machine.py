@@ -134,8 +134,8 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     def _find_out(self, owner: int, scope: ScopeId, number: int) -> None:
         """The agent has believed a lie: its first reader finds out, and the block goes."""
-        entries = self.core.cache.reader.lookup_now(self.place(owner, scope), [digest(number)])
-        (read,) = self.core.cache.reader.acquire_now(self.place(owner, scope), entries, self.clock() + LEASE_S)
+        call = AcquireCall(self.place(owner, scope), [digest(number)], LEASE_S, 1.0)
+        (read,) = self.core.cache.reader.acquire_now(call).reads
         assert self.do(lambda: self.core.cache.reader.inspect(owner, [read.lease.id])) == 1
         assert self.do(lambda: self.core.cache.release(owner, [read.lease.id])) == 1
         assert self.core.node.index.find(scope, digest(number)) is None
@@ -298,6 +298,16 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         assert sum(len(e.leases or ()) for e in node.index) <= len(node.leases)
         pending = sum(1 for e in node.index if not e.residences)
         assert pending <= len(node.reservations)
+
+    @invariant()
+    def what_may_leave_a_tier_is_queued_there(self) -> None:
+        node = getattr(self, "core", None) and self.core.node
+        if not node:
+            return
+        for entry in node.index:
+            for number, residence in enumerate(entry.residences):
+                if number or not node.index.blockers(entry, entry.level):
+                    assert node.contents(residence.tier).queue_of(entry) is not None, (entry, residence.tier.name)
 
     def teardown(self) -> None:
         if hasattr(self, "core"):

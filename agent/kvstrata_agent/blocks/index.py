@@ -176,6 +176,8 @@ class Index:
                 before = self._before(blocks, digest, parent)
                 entry = entries[digest] = Entry(scope, digest, before, layout_id, now_s, now_s, account)
                 self._count(blocks, entry, 1)
+                if (not made or made[-1] is None) and (continued := entries.get(before)) is not None:
+                    self._queue(continued)  # If it was a leaf, it is none now.
                 made.append(entry)
             parent = digest
         return made
@@ -229,12 +231,8 @@ class Index:
             entry.residences = (residence,)
         if entry.residences[0].tier.level != entry.level:
             self._relevel(entry)
-        contents = self.contents(tier)
-        contents.note(entry, residence.slot)
-        if entry.level < tier.level or not self.blockers(entry, tier.level):
-            contents.offer(entry)
-        for slower in entry.residences[1:]:
-            self.contents(slower.tier).offer(entry)  # A copy that a faster one doubles is free to go.
+        self.contents(tier).note(entry, residence.slot)
+        self._queue(entry)
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of pending blocks. Does what `add` does, for many at a time."""
@@ -342,7 +340,8 @@ class Index:
         """Put a copy in another slot of the same tier in place of the old one."""
         entry.residences = tuple(new if r is old else r for r in entry.residences)
         self.contents(old.tier).remove(entry, old.slot)
-        self.contents(new.tier).add(entry, new.slot)
+        self.contents(new.tier).note(entry, new.slot)
+        self._queue(entry)
 
     def forget(self, entry: Entry) -> None:
         """Take a block without copies out of the index."""
@@ -415,6 +414,7 @@ class Index:
         entry.level = level
         self._count(blocks, entry, 1)
         if is_slower:
+            self._queue(entry)
             self._offer_parent(blocks, entry)
             if entry.is_cut and entry.used_at_s <= 0.0:  # No window begins with it any more.
                 self.join(entry)
@@ -431,5 +431,16 @@ class Index:
     def _offer_parent(self, blocks: Blocks, entry: Entry) -> None:
         parent = blocks.get(entry.parent)
         if parent is not None:
-            for residence in parent.residences:
-                self.contents(residence.tier).offer(parent)
+            self._queue(parent)
+
+    def _queue(self, entry: Entry) -> None:
+        """Have a block among the possible victims of its tiers where nothing is in its way, and nowhere else.
+
+        A copy that a faster one doubles is free to go.
+        """
+        for number, residence in enumerate(entry.residences):
+            contents = self.contents(residence.tier)
+            if number or not self.blockers(entry, entry.level):
+                contents.offer(entry)
+            else:
+                contents.withdraw(entry)

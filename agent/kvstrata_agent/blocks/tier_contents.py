@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvstrata_agent.blocks.block import account_of
 
@@ -202,6 +202,16 @@ class ExtentBlocks:
         return found
 
 
+class QueueKey(NamedTuple):
+    """What the possible victims in one queue have in common."""
+
+    scope: ScopeId
+    account: str
+    priority: PriorityClass
+    is_double: bool
+    """Faster tiers have them too: each block of a chain may leave, and of the others only the ends of chains."""
+
+
 class TierContents:
     """Which blocks lie in one tier. The index alone changes it; others read it."""
 
@@ -212,8 +222,8 @@ class TierContents:
         self.blocks = 0
         self.extents: dict[int, ExtentBlocks] = {}
         """Blocks by extent; extents without any are absent."""
-        self.queues: dict[tuple[ScopeId, str, PriorityClass], LeafQueue[Entry]] = {}
-        """Possible victims by scope, account and priority class."""
+        self.queues: dict[QueueKey, LeafQueue[Entry]] = {}
+        """Possible victims."""
 
     @property
     def has_held(self) -> bool:
@@ -272,7 +282,10 @@ class TierContents:
 
     def withdraw(self, entry: Entry) -> bool:
         """Take a block out of the possible victims; false when it is none of them."""
-        key = (entry.scope, entry.tenant, entry.priority)
+        return self._discard(entry, is_double=False) or self._discard(entry, is_double=True)
+
+    def _discard(self, entry: Entry, *, is_double: bool) -> bool:
+        key = QueueKey(entry.scope, entry.tenant, entry.priority, is_double)
         queue = self.queues.get(key)
         if queue is None:
             return False
@@ -281,13 +294,23 @@ class TierContents:
             del self.queues[key]
         return was_queued
 
+    def queue_of(self, entry: Entry) -> LeafQueue[Entry] | None:
+        """The queue that has a block; None where it is no possible victim."""
+        for is_double in (False, True):
+            queue = self.queues.get(QueueKey(entry.scope, entry.tenant, entry.priority, is_double))
+            if queue is not None and entry in queue:
+                return queue
+        return None
+
     def use_s(self, entry: Entry) -> float:
         """When a block was used last, as that counts here."""
         return entry.use_in_s(self._tier)
 
     def offer(self, entry: Entry) -> None:
         """Put a block among the possible victims; whether it is one is checked when it comes up."""
-        key = (entry.scope, entry.tenant, entry.priority)
+        is_double = entry.level < self._tier.level
+        self._discard(entry, is_double=not is_double)
+        key = QueueKey(entry.scope, entry.tenant, entry.priority, is_double)
         queue = self.queues.get(key)
         if queue is None:
             queue = self.queues[key] = LeafQueue(self.use_s)
@@ -295,7 +318,7 @@ class TierContents:
 
     def age(self, entry: Entry) -> None:
         """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
-        queue = self.queues.get((entry.scope, entry.tenant, entry.priority))
+        queue = self.queue_of(entry)
         if queue is not None and queue.discard(entry):
             queue.push(entry)
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.returns import SET_BACK
+from kvstrata_agent.blocks.tier_contents import QueueKey
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 from kvstrata_agent.policy.priority import felt_use_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from random import Random
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
@@ -101,7 +103,7 @@ class TierCandidates:
         if block.residence(self._tier) is not None:
             self._pushed.add(block)
             self._contents.offer(block)
-            self._keys[block.scope, block.tenant, block.priority] = None
+            self._keys[QueueKey(block.scope, block.tenant, block.priority, block.level < self._tier.level)] = None
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
                 self._may_have_aged = self._may_have_aged or self._contents.use_s(block) <= 0.0
@@ -130,7 +132,9 @@ class TierCandidates:
         self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
         self.worths[entry] = self._victims.next_worth[0]
-        self._contents.queues[entry.scope, entry.tenant, entry.priority].discard(entry)
+        queue = self._contents.queue_of(entry)
+        assert queue is not None, "it was queued, or it would not be next"
+        queue.discard(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
         self._run = entry.mark
         return entry
@@ -144,21 +148,21 @@ class TierCandidates:
         return None
 
     def _is_queued(self, entry: Entry) -> bool:
-        queue = self._contents.queues.get((entry.scope, entry.tenant, entry.priority))
-        return queue is not None and entry in queue
+        return self._contents.queue_of(entry) is not None
 
     def _draw(self, count: int) -> Sequence[Entry]:
-        """Leaves of all queues, by chance; all where there are no more. A plan begins with none: `DRAWN` then."""
+        """Leaves, and as many doubles, by chance; all where there are no more. A plan begins with none: `DRAWN` then.
+
+        Of a chain one block is a leaf, but each that a faster tier has too is a double: drawn together, they would
+        crowd the leaves out.
+        """
         assert self._returns is not None
         if not self._has_drawn:
             self._has_drawn, count = True, max(count, DRAWN)
-        queues, random = self._queues(), self._returns.random
-        if len(queues) == 1:
-            return queues[0].draw(count, random)
-        sizes = [len(queue) for queue in queues]
-        if sum(sizes) <= count:
-            return [entry for queue in queues for entry in queue.draw(count, random)]
-        return [queue.draw(1, random)[0] for queue in random.choices(queues, sizes, k=count)]
+        queues, random = self._contents.queues, self._returns.random
+        doubles = [queue for key in self._keys if key.is_double and (queue := queues.get(key))]
+        leaves = [queue for key in self._keys if not key.is_double and (queue := queues.get(key))]
+        return [*_drawn(leaves, count, random), *_drawn(doubles, count, random)]
 
     def _queues(self) -> list[LeafQueue[Entry]]:
         """Those of the wanted queues that hold anything."""
@@ -214,3 +218,13 @@ class TierCandidates:
             if first is None or used_s < oldest_s:
                 first, oldest_s = queue, used_s
         return first
+
+
+def _drawn(queues: Sequence[LeafQueue[Entry]], count: int, random: Random) -> list[Entry]:
+    """Blocks of all these queues, by chance; all where there are no more than `count`."""
+    if len(queues) == 1:
+        return queues[0].draw(count, random)
+    sizes = [len(queue) for queue in queues]
+    if sum(sizes) <= count:
+        return [entry for queue in queues for entry in queue.draw(count, random)]
+    return [queue.draw(1, random)[0] for queue in random.choices(queues, sizes, k=count)]

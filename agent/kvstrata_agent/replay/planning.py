@@ -163,6 +163,7 @@ def fleet_of(pool: KVPool, hardware: Hardware) -> Fleet:
         has_admission=policy.admission.type == "Auto",
         memories=memories,
         low_part=min(1.0, eviction.low_watermark_percent / eviction.high_watermark_percent),
+        full_part=100 / eviction.high_watermark_percent,
     )
     return Fleet(
         engine=hardware.simulated(),

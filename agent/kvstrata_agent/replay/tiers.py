@@ -125,10 +125,9 @@ class Tiers:
             self.leave(tier, run, min(excess, policy.blocks_of(run), self._alone(tier, run) or level.held[run]))
 
     def kept_blocks(self, tier: int) -> int:
-        """Blocks that a level has when all that leaves has left: it empties to its floor each time that it is full."""
-        high, low = self.levels[tier].capacity_blocks, self.floors[tier]
-        over = self.used_blocks(tier) - high
-        return high if over <= 0 else low + (over - 1) % max(1, high - low)
+        """Blocks that a level has when all that leaves has left: one that is too full is emptied to its floor."""
+        high = self.levels[tier].capacity_blocks
+        return high if self.used_blocks(tier) <= high else self.floors[tier]
 
     def _alone(self, tier: int, run: int) -> int:
         """Blocks of a run that no faster tier has."""
@@ -298,8 +297,8 @@ class _Least:
             self._victims.offer(run, self._worth(run))
 
     def _worth(self, run: int) -> float:
-        """What does not lie in the tier is taken last, and what is only passing through first."""
-        if not self._owner.lies_in(self._level, run):
+        """What does not lie in the tier, or is on its way, is taken last, and what is only passing through first."""
+        if run == self._owner.arriving or not self._owner.lies_in(self._level, run):
             return inf
         return -1.0 if self._owner.is_passing(self._level, run) else self._owner.worth(run)
 
@@ -358,6 +357,8 @@ class Rules:
     """The first so many are the engine's own, which has no watermarks."""
     low_part: float = 1.0
     """A level behind those that had more than it may keeps this part of that."""
+    full_part: float = inf
+    """The level that engines save to takes so many times what it may have; then others leave for what comes."""
 
 
 class Ours(Tiers):
@@ -380,6 +381,9 @@ class Ours(Tiers):
         self._pollution = _Pollution(len(trace.lengths))
         self._is_declining = False
         """While what is not worth a write leaves."""
+        self._full_part = rules.full_part
+        self.arriving = 0
+        """Last run of what makes others leave; what continues it is on its way."""
         self._sessions: set[Hashable] = set()
         self._is_first_turn = True
         """Of the request that is under way, as far as the agent knows."""
@@ -429,11 +433,12 @@ class Ours(Tiers):
         known = self.levels[-1].held
         new = [(run, self.levels[0].lengths[run] - known[run]) for run in reversed(path)]
         super().insert(path)
-        target = self._saved_levels
-        if not (self._sends_down and self._is_first_turn and target < len(self.levels)):
-            return
+        target = min(self._saved_levels, len(self.levels))
         level = self.levels[target - 1]
         excess = level.used_blocks - level.capacity_blocks
+        self._make_way(target - 1, path[-1])
+        if not (self._sends_down and self._is_first_turn and target < len(self.levels)):
+            return
         for run, blocks in new:
             sent = min(excess, blocks)
             if sent <= 0:
@@ -442,6 +447,21 @@ class Ours(Tiers):
             if not self._declined(target, run, sent):
                 self._passing[run] = level
                 self.keep(target, run, sent)
+
+    def _make_way(self, tier: int, last: int) -> None:
+        """Where there is no place for all that comes, others leave first: an engine saves a prompt step by step.
+
+        What it has saved is continued by what it saves next.
+        """
+        level, policy = self.levels[tier], self.policies[tier]
+        full = round(min(self._full_part * level.capacity_blocks, sys.maxsize))
+        self.arriving = last
+        while (excess := level.used_blocks - full) > 0:
+            run = policy.victim()
+            if run == last:
+                break
+            self.leave(tier, run, min(excess, policy.blocks_of(run), self._alone(tier, run) or level.held[run]))
+        self.arriving = 0
 
     def note(self, tier: int, run: int, blocks: int) -> None:
         """What comes into a tier may leave it."""

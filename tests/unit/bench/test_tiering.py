@@ -250,3 +250,27 @@ def test_where_nothing_is_read_again_files_keep_what_they_have_of_a_loop() -> No
     assert found > 0.03 * trace.accesses
     assert nothing == 0
     assert tiers.used_blocks(1) <= 1600
+
+
+@pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
+@pytest.mark.parametrize(("new", "kept"), [(10, 60), (90, 20), (200, 0)])
+def test_what_comes_in_steps_takes_places_that_are_free_and_then_those_of_others(
+    eviction: str, new: int, kept: int
+) -> None:
+    """Of a tier of 110 blocks that may have 100: 60 are old, so 50 are free."""
+    trace = _trace((0.0, range(60)), (5.0, range(100, 100 + new)))
+    tiers, _ = _played(trace, [100, 1000], Rules(eviction=eviction, engine_levels=0, memories=1, full_part=1.1))
+
+    assert [tiers.levels[0].held[run] for (run,) in trace.paths] == [kept, min(new, 100 - kept)]
+    assert tiers.levels[1].used_blocks == 60 + new, "and nothing is lost"
+
+
+def test_a_tier_that_has_more_than_it_may_is_emptied_to_its_floor_at_once() -> None:
+    trace = _trace((0.0, range(90)), (5.0, range(100, 111)), (10.0, range(200, 290)))
+    tiers = Ours(trace, [100, 1000], _always, rules=Rules("LeafLRU", engine_levels=0, memories=1, low_part=0.8))
+    used = []
+    for number, path in enumerate(trace.paths):
+        tiers.used(number, path, float(number))
+        used.append(tiers.levels[0].used_blocks)
+
+    assert used == [90, 80, 80]

@@ -9,7 +9,9 @@ import pytest
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.cache.eviction_candidates import EvictionRequest
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
+from kvstrata_agent.policy.expected_reuse import Victims
 from kvstrata_api import wire
 from kvstrata_api.checksum import checksum
 from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest
@@ -310,5 +312,47 @@ def test_explain_names_the_record_that_a_block_is_judged_by() -> None:
         assert told["uses_per_s"] > 0.0
         assert told["point"] == "own"
         assert told["turn"] == 0
+
+    played(play)
+
+
+async def low_and_old(engine: Engine, old: int, count: int) -> Tier:
+    """A chain in the lower tier alone, and one that is in both and was used later; returns the lower tier."""
+    await requested(engine, "old", "chat", *range(old, old + count))
+    await engine.push_down()
+    engine.clock.now_s += 5.0
+    await requested(engine, "new", "chat", *range(101, 101 + SLOTS - 4))
+    await engine.push_down()
+    await engine.release(await engine.acquire(*range(101, 101 + SLOTS - 4)))
+    return engine.core.node.tiers[1]
+
+
+def test_where_a_chain_came_down_its_end_alone_may_leave() -> None:
+    async def play(engine: Engine) -> None:
+        low = await low_and_old(engine, 1, 8)
+        contents = engine.core.node.contents(low)
+        assert [contents.queue_of(block(engine, n)) is not None for n in range(1, 9)] == [False] * 7 + [True]
+        assert all(contents.queue_of(block(engine, n)) for n in range(101, 101 + SLOTS - 4)), "memory has them too"
+        await requested(engine, "longer", "chat", 9)
+        assert contents.queue_of(block(engine, 8)) is None
+
+    played(play)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_of_what_memory_has_do_not_hide_a_leaf_from_a_small_sample(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chain that memory has too each block may leave a slower tier, of one that it has not only the last."""
+    monkeypatch.setattr("kvstrata_agent.cache.eviction_candidates.DRAWN", 2)
+    monkeypatch.setattr(Victims, "SAMPLE", 2)
+
+    async def play(engine: Engine) -> None:
+        low, node = await low_and_old(engine, 1, 1), engine.core.node
+        node.returns.random.seed(seed)
+        candidates = TierCandidates(
+            node.index, low, EvictionRequest(BLOCK_BYTES, "room"), engine.clock.now_s, node.returns
+        )
+        assert candidates.pop() is block(engine, 1)
 
     played(play)

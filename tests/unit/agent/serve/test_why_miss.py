@@ -8,6 +8,7 @@ import pytest
 
 from kvstrata_agent.blocks.node import ERASED
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.blocks.tier_contents import QueueKey
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
@@ -82,7 +83,8 @@ async def test_what_stayed_is_told_only_where_it_is_of_the_same_tenant_and_scope
     assert stays is not None
     stays.tenant = "b"
     queues = node.contents(node.tiers[0]).queues
-    queues[SCOPE, "b", stays.priority] = queues[SCOPE, "a", stays.priority]
+    queue = queues[QueueKey(SCOPE, "a", stays.priority, is_double=False)]
+    queues[QueueKey(SCOPE, "b", stays.priority, is_double=False)] = queue
     await evict(engine, 1)
 
     (event,) = (await why(engine, 1))["history"]
