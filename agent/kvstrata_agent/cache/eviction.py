@@ -15,7 +15,7 @@ from kvstrata_agent.blocks.history import Choice, Decision, Event, What
 from kvstrata_agent.cache.demotion import ROUNDS_MAX, Demoter
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate, TierCandidates
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.policy.eviction import plan_eviction
+from kvstrata_agent.policy.eviction import BATCH_PARTS, plan_eviction
 from kvstrata_agent.policy.quota import OverQuota, accounts_over_share, over_hard_bytes, surplus_to_evict
 from kvstrata_api.errors import QuotaExceededError, TierFullError
 from kvstrata_kube.tasks import TaskSet
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvstrata_agent.policy.placement import Placement
     from kvstrata_agent.policy.quota import AccountUsage
 
-BATCH_PARTS: Final = 8
-"""Room for a batch is no more than this part of the tier or of the quota, 1/8: no small one is emptied for a block."""
 REPLAN_S: Final = 0.005
 """Least time between two plans for one slot, so that a busy node's many changes cost no more than that."""
 TRIM_BYTES_MAX: Final = 256 << 20

@@ -8,6 +8,8 @@ from typing import Final, Generic, Protocol, TypeVar
 
 B = TypeVar("B")
 
+BATCH_PARTS: Final = 8
+"""Room for a batch is no more than this part of the tier or of the quota, 1/8: no small one is emptied for a block."""
 SCAN_MAX: Final = 4096
 """Candidates that one plan examines; held blocks beyond it wait for the next plan, so a plan takes milliseconds."""
 

@@ -17,6 +17,30 @@ _HEAP_SLACK: Final = 4
 """A heap with so many times more entries than there are leaves is made anew."""
 
 
+class Bag:
+    """Different runs in no order, from which any can be taken and drawn in no time."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self._at: dict[int, int] = {}
+
+    def __contains__(self, run: int) -> bool:
+        return run in self._at
+
+    def add(self, run: int) -> None:
+        """Put one in, unless it is there."""
+        if run not in self._at:
+            self._at[run] = len(self.items)
+            self.items.append(run)
+
+    def discard(self, run: int) -> None:
+        """Take one out that is there."""
+        at, last = self._at.pop(run), self.items.pop()
+        if last != run:
+            self.items[at] = last
+            self._at[last] = at
+
+
 class Cache:
     """What is there: so many blocks from the beginning of each run, and which runs nothing continues."""
 
@@ -28,14 +52,14 @@ class Cache:
         """Blocks of each run that are there."""
         self.children = [0] * len(trace.lengths)
         """Runs behind each one that have blocks there."""
-        self.leaves: list[int] = []
+        self._leaves = Bag()
+        self.leaves = self._leaves.items
         """Runs with blocks and nothing behind them, in no order."""
         self.used_blocks = 0
-        self._leaf_at: dict[int, int] = {}
 
     def is_leaf(self, run: int) -> bool:
         """True when blocks of the run may leave."""
-        return run in self._leaf_at
+        return run in self._leaves
 
     def matched(self, path: Sequence[int]) -> int:
         """Blocks of the unbroken beginning that are there."""
@@ -62,36 +86,26 @@ class Cache:
             self.used_blocks += missing
             parent = self.parents[run]
             self.children[parent] += 1
-            if parent in self._leaf_at:
-                self._remove_leaf(parent)
+            if parent in self._leaves:
+                self._leaves.discard(parent)
             if run == last:
-                self._add_leaf(run)
+                self._leaves.add(run)
 
     def cut(self, run: int, blocks: int) -> int:
         """Take up to so many blocks off the tail of a leaf; returns its parent if that is a leaf now, else 0."""
-        assert run in self._leaf_at, run
+        assert run in self._leaves, run
         blocks = min(blocks, self.held[run])
         self.held[run] -= blocks
         self.used_blocks -= blocks
         if self.held[run]:
             return 0
-        self._remove_leaf(run)
+        self._leaves.discard(run)
         parent = self.parents[run]
         self.children[parent] -= 1
         if parent and not self.children[parent] and self.held[parent]:
-            self._add_leaf(parent)
+            self._leaves.add(parent)
             return parent
         return 0
-
-    def _add_leaf(self, run: int) -> None:
-        self._leaf_at[run] = len(self.leaves)
-        self.leaves.append(run)
-
-    def _remove_leaf(self, run: int) -> None:
-        at, last = self._leaf_at.pop(run), self.leaves.pop()
-        if last != run:
-            self.leaves[at] = last
-            self._leaf_at[last] = at
 
 
 class Policy(Protocol):
@@ -203,10 +217,14 @@ class Ranked(WholeRuns):
     def became_leaf(self, run: int) -> None:
         """Now it may be a victim."""
         if self.cache.is_leaf(run):
-            heappush(self._heap, (self.rank[run], run))
-            if len(self._heap) > _HEAP_SLACK * len(self.cache.leaves) + 1024:
-                self._heap = [(self.rank[leaf], leaf) for leaf in self.cache.leaves]
-                heapify(self._heap)
+            self.queue(run, self.cache.leaves)
+
+    def queue(self, run: int, *all_runs: Sequence[int]) -> None:
+        """Have a run among the possible victims, which `all_runs` are: the heap is made anew of them when it grows."""
+        heappush(self._heap, (self.rank[run], run))
+        if len(self._heap) > _HEAP_SLACK * sum(map(len, all_runs)) + 1024:
+            self._heap = [(self.rank[one], one) for runs in all_runs for one in runs]
+            heapify(self._heap)
 
 
 class LeafLru(Ranked):

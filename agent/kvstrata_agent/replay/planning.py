@@ -164,6 +164,7 @@ def fleet_of(pool: KVPool, hardware: Hardware) -> Fleet:
         memories=memories,
         low_part=min(1.0, eviction.low_watermark_percent / eviction.high_watermark_percent),
         full_part=100 / eviction.high_watermark_percent,
+        step_tokens=hardware.engine.chunk_tokens,
     )
     return Fleet(
         engine=hardware.simulated(),

@@ -17,11 +17,12 @@ from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.policy.admission import WriteAdmission
+from kvstrata_agent.policy.eviction import BATCH_PARTS
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, MarkTable, Victims
 from kvstrata_agent.policy.pathology import TRIED_EVERY, Recent, Sign, findings, polluters
 from kvstrata_agent.policy.placement import Price, TierFacts, by_reuse_interval
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
-from kvstrata_agent.replay.cache import Cache, LeafLru, Policy
+from kvstrata_agent.replay.cache import Bag, Cache, LeafLru, Policy
 from kvstrata_agent.replay.reuse_aware import Hints, facts
 
 if TYPE_CHECKING:
@@ -237,14 +238,25 @@ class _Oldest(LeafLru):
         for run in path:
             self.rank[run] = number - (_BEFORE_ALL if self._owner.is_passing(self.cache, run) else 0)
 
+    def stored(self, number: int, path: Sequence[int]) -> None:
+        """All of the chain that faster tiers double may leave this one."""
+        super().stored(number, path)
+        for run in path[:-1]:
+            self.became_leaf(run)
+
     def victim(self) -> int:
-        """Of those that lie in the tier, which are offered when they come there; of all, where none may leave."""
+        """Of those that may leave, which are offered when they come to; of all leaves, where none may."""
         while self._heap:
             rank, run = self._heap[0]
-            if self.rank[run] == rank and self.cache.is_leaf(run) and self._owner.lies_in(self.cache, run):
+            if self.rank[run] == rank and self._owner.may_leave(self.cache, run):
                 return run
             heappop(self._heap)
         return min(self.cache.leaves, key=self.rank.__getitem__)
+
+    def became_leaf(self, run: int) -> None:
+        """It may leave, if it is one."""
+        if self._owner.may_leave(self.cache, run):
+            self.queue(run, self.cache.leaves, self._owner.doubles(self.cache))
 
 
 class _Least:
@@ -255,9 +267,15 @@ class _Least:
         self._owner = owner
         self._chosen = 0
         draw = random.Random(seed)
-        self._victims: Victims[int, float] = Victims(
-            lambda n: level.leaves if len(level.leaves) <= n else draw.choices(level.leaves, k=n), level.is_leaf
-        )
+
+        def drawn(count: int) -> list[int]:
+            kinds = (level.leaves, owner.doubles(level))
+            return [run for runs in kinds for run in (runs if len(runs) <= count else draw.choices(runs, k=count))]
+
+        def may_leave(run: int) -> bool:
+            return level.is_leaf(run) or owner.is_double(level, run)
+
+        self._victims: Victims[int, float] = Victims(drawn, may_leave)
 
     def arrive(self, number: int, path: Sequence[int], matched_blocks: int) -> None:
         """Nothing: all levels learn together."""
@@ -282,7 +300,10 @@ class _Least:
         return 1
 
     def became_leaf(self, run: int) -> None:
-        """It competes."""
+        """It competes; anew, where copies of it were the last to leave."""
+        if run == self._chosen:
+            self._victims.taken()
+            self._chosen = 0
         self._offer(run)
 
     def gone(self, run: int) -> None:
@@ -357,8 +378,10 @@ class Rules:
     """The first so many are the engine's own, which has no watermarks."""
     low_part: float = 1.0
     """A level behind those that had more than it may keeps this part of that."""
-    full_part: float = inf
-    """The level that engines save to takes so many times what it may have; then others leave for what comes."""
+    full_part: float = 1.0
+    """The level that engines save to has place for so many times what it may have."""
+    step_tokens: int = 0
+    """Saved at a time; 0: a prompt is, whatever its length."""
 
 
 class Ours(Tiers):
@@ -382,6 +405,9 @@ class Ours(Tiers):
         self._is_declining = False
         """While what is not worth a write leaves."""
         self._full_part = rules.full_part
+        self._step_blocks = rules.step_tokens // trace.block_tokens
+        self._doubles = [Bag() for _ in capacities]
+        """Runs that have blocks in each tier which are in a faster one as well, and some that had."""
         self.arriving = 0
         """Last run of what makes others leave; what continues it is on its way."""
         self._sessions: set[Hashable] = set()
@@ -433,6 +459,9 @@ class Ours(Tiers):
         known = self.levels[-1].held
         new = [(run, self.levels[0].lengths[run] - known[run]) for run in reversed(path)]
         super().insert(path)
+        for tier in range(self._saved_levels, len(self.levels)):
+            for run in path:
+                self._note_double(tier, run)
         target = min(self._saved_levels, len(self.levels))
         level = self.levels[target - 1]
         excess = level.used_blocks - level.capacity_blocks
@@ -449,26 +478,55 @@ class Ours(Tiers):
                 self.keep(target, run, sent)
 
     def _make_way(self, tier: int, last: int) -> None:
-        """Where there is no place for all that comes, others leave first: an engine saves a prompt step by step.
+        """Let others leave for part of what finds no free place, before the end of what comes is the first to leave.
 
-        What it has saved is continued by what it saves next.
+        For a step of an engine room is made by eighths of the tier (`policy.eviction.BATCH_PARTS`). The first eighth
+        may be the end of the step before; then what comes continues that.
         """
         level, policy = self.levels[tier], self.policies[tier]
-        full = round(min(self._full_part * level.capacity_blocks, sys.maxsize))
+        full = self._full_part * level.capacity_blocks
+        others_part = max(0.0, 1 - full / BATCH_PARTS / self._step_blocks) if self._step_blocks else 0.0
+        others = round(max(0.0, level.used_blocks - full) * others_part)
         self.arriving = last
-        while (excess := level.used_blocks - full) > 0:
-            run = policy.victim()
-            if run == last:
-                break
-            self.leave(tier, run, min(excess, policy.blocks_of(run), self._alone(tier, run) or level.held[run]))
+        while others > 0 and (run := policy.victim()) != last and (alone := self._alone(tier, run)):
+            before = level.used_blocks
+            self.leave(tier, run, min(others, policy.blocks_of(run), alone))
+            others -= before - level.used_blocks
         self.arriving = 0
 
     def note(self, tier: int, run: int, blocks: int) -> None:
         """What comes into a tier may leave it."""
-        is_new = blocks > 0 and not self.stored[tier][run]
+        is_more = blocks > self.stored[tier][run]
         super().note(tier, run, blocks)
-        if is_new:
+        if is_more:
+            self._note_double(tier, run)
             self.policies[tier].became_leaf(run)
+
+    def _note_double(self, tier: int, run: int) -> None:
+        if tier >= self._saved_levels and self._doubled(tier, run) > 0:
+            self._doubles[tier].add(run)
+
+    def _doubled(self, tier: int, run: int) -> int:
+        """Blocks of a run that are in a tier and in a faster one."""
+        return max(0, self.stored[tier][run] - self._alone(tier, run))
+
+    def doubles(self, level: Cache) -> Sequence[int]:
+        """Runs that have doubles in the tier of a level, and some that had."""
+        return self._doubles[self._tiers[id(level)]].items
+
+    def is_double(self, level: Cache, run: int) -> bool:
+        """True where blocks of a run may leave the tier of a level whatever continues them: a faster one has them."""
+        tier = self._tiers[id(level)]
+        if run not in self._doubles[tier]:
+            return False
+        if self._doubled(tier, run) > 0:
+            return True
+        self._doubles[tier].discard(run)
+        return False
+
+    def may_leave(self, level: Cache, run: int) -> bool:
+        """True where blocks of a run lie in the tier of a level and nothing there is in their way."""
+        return (level.is_leaf(run) and self.lies_in(level, run)) or self.is_double(level, run)
 
     def lies_in(self, level: Cache, run: int) -> bool:
         """True where a run has blocks in the tier of a level, and not only in faster ones."""
@@ -480,14 +538,15 @@ class Ours(Tiers):
         if tier < self._saved_levels:
             super().shrink(tier)
             return
-        policy, stored, kept = self.policies[tier], self.stored[tier], self.kept_blocks(tier)
+        level, policy, stored = self.levels[tier], self.policies[tier], self.stored[tier]
+        kept = self.kept_blocks(tier)
         while (excess := self.used_blocks(tier) - kept) > 0:
             run = policy.victim()
             alone = self._alone(tier, run)
-            if alone or not stored[run]:
-                self.leave(tier, run, min(excess, policy.blocks_of(run), alone or self.levels[tier].held[run]))
+            if level.is_leaf(run) and (alone or not stored[run]):
+                self.leave(tier, run, min(excess, policy.blocks_of(run), alone or level.held[run]))
             else:
-                self.note(tier, run, stored[run] - min(excess, stored[run]))
+                self.note(tier, run, stored[run] - min(excess, self._doubled(tier, run)))
                 policy.became_leaf(run)
 
     def is_passing(self, level: Cache, run: int) -> bool:

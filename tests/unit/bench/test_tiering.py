@@ -253,16 +253,34 @@ def test_where_nothing_is_read_again_files_keep_what_they_have_of_a_loop() -> No
 
 
 @pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
-@pytest.mark.parametrize(("new", "kept"), [(10, 60), (90, 20), (200, 0)])
-def test_what_comes_in_steps_takes_places_that_are_free_and_then_those_of_others(
-    eviction: str, new: int, kept: int
+@pytest.mark.parametrize(("new", "step", "kept"), [(10, 28, 60), (90, 7, 60), (90, 28, 41), (90, 56, 32), (400, 28, 0)])
+def test_a_step_that_is_more_than_an_eighth_of_a_tier_takes_places_of_others(
+    eviction: str, new: int, step: int, kept: int
 ) -> None:
-    """Of a tier of 110 blocks that may have 100: 60 are old, so 50 are free."""
+    """Of a tier of 112 blocks that may have 100: 60 are old, so 52 are free, and half of steps of 28 finds others."""
     trace = _trace((0.0, range(60)), (5.0, range(100, 100 + new)))
-    tiers, _ = _played(trace, [100, 1000], Rules(eviction=eviction, engine_levels=0, memories=1, full_part=1.1))
+    rules = Rules(eviction, engine_levels=0, memories=1, full_part=1.12, step_tokens=step * trace.block_tokens)
+    tiers, _ = _played(trace, [100, 1000], rules)
 
-    assert [tiers.levels[0].held[run] for (run,) in trace.paths] == [kept, min(new, 100 - kept)]
+    assert tiers.levels[0].held[trace.paths[0][0]] == kept
+    assert tiers.levels[0].used_blocks == min(100, 60 + new)
     assert tiers.levels[1].used_blocks == 60 + new, "and nothing is lost"
+
+
+@pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
+def test_copies_of_what_memory_has_leave_files_whatever_continues_them(eviction: str) -> None:
+    trace = _trace((0.0, range(40)), (5.0, range(50)))
+    tiers = Ours(trace, [60, 80], _always, rules=Rules(eviction, engine_levels=0, memories=1))
+    for number, path in enumerate(trace.paths):
+        tiers.used(number, path, 5.0 * number)
+    head, end = trace.paths[1]
+    tiers.keep(1, head, 40)
+    assert tiers.used_blocks(1) == 40
+    tiers.levels[1].capacity_blocks = tiers.floors[1] = 20
+    tiers.shrink(1)
+
+    assert (tiers.stored[1][head], tiers.used_blocks(1)) == (20, 20)
+    assert (tiers.levels[0].held[head], tiers.levels[0].held[end]) == (40, 10)
 
 
 def test_a_tier_that_has_more_than_it_may_is_emptied_to_its_floor_at_once() -> None:
