@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import KeyAwayError, SlotRef
+from kvstrata_agent.backends.base import KeyAwayError, Record, SlotRef
 from kvstrata_agent.backends.record.encryption import Sealer
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, SealedForm, Unread, open_into
-from kvstrata_api.blocks import BlockKey, LayoutId
+from kvstrata_api.blocks import KEY_BYTES, BlockKey, LayoutId
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wrapping import Keks, keks_of_entries, keks_of_text, wrapped_by
 from support.agent.scope_keys import KeyRing
@@ -27,9 +27,9 @@ PAYLOAD = content(5)
 RECORD = record(5, PAYLOAD, SLOT)
 
 
-def sealed(form: SealedForm = FORM) -> bytearray:
+def sealed(form: SealedForm = FORM, made: Record = RECORD) -> bytearray:
     whole = bytearray(HEADER_BYTES + BLOCK_BYTES)
-    form.lay_out(memoryview(whole), RECORD, SLOT, PAYLOAD)(RECORD)
+    form.lay_out(memoryview(whole), made, SLOT, PAYLOAD)(made)
     return whole
 
 
@@ -48,11 +48,18 @@ def test_what_was_sealed_is_opened_and_its_header_tells_all() -> None:
 
 
 def test_a_sealed_record_tells_neither_bytes_nor_digests_nor_names() -> None:
-    whole = bytes(sealed())
+    """Each at least 8 bytes that look like nothing else: zeros before a random nonce end like a small number's."""
+    digest, parent = (hashlib.blake2b(name, digest_size=KEY_BYTES).digest() for name in (b"1", b"2"))
+    layout_id = hashlib.blake2b(b"3", digest_size=len(RECORD.layout_id)).digest()
+    key = BlockKey(RECORD.key.scope, digest)
+    made = replace(RECORD, key=key, parent=parent, layout_id=LayoutId(layout_id), codec="codec-of-nobody")
+    whole = bytes(sealed(made=made))
 
-    # Of the payload more than the few bytes that a nonce behind zeros has by chance.
-    for secret in (PAYLOAD[:16], RECORD.key.digest, RECORD.parent, RECORD.checksum, RECORD.layout_id, b"anna", b"raw"):
-        assert bytes(secret) not in whole
+    scope, codec = key.scope.encode(), made.codec.encode()
+    for secret in (bytes(PAYLOAD[:16]), digest, parent, made.checksum, layout_id, scope, codec):
+        assert len(secret) >= 8
+        assert secret not in whole
+    assert FORM.header(whole[:HEADER_BYTES], SLOT.extent, SLOT.offset) == (SLOT.stamp, made)
 
 
 def test_every_flipped_bit_of_what_counts_is_noticed() -> None:
