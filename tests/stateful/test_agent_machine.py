@@ -280,9 +280,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
-        node = getattr(self, "core", None) and self.core.node
-        if not node:
-            return
+        node = self.core.node
         for tier in node.tiers:
             blocks = sum(r.slot.size_bytes for e in node.index for r in e.residences if r.tier is tier)
             waiting = sum(r.slot.size_bytes for r in node.reservations if r.tier is tier)
@@ -292,18 +290,14 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     @invariant()
     def holds_are_what_the_tables_say(self) -> None:
-        node = getattr(self, "core", None) and self.core.node
-        if not node:
-            return
+        node = self.core.node
         assert sum(len(e.leases or ()) for e in node.index) <= len(node.leases)
         pending = sum(1 for e in node.index if not e.residences)
         assert pending <= len(node.reservations)
 
     @invariant()
     def what_may_leave_a_tier_is_queued_there(self) -> None:
-        node = getattr(self, "core", None) and self.core.node
-        if not node:
-            return
+        node = self.core.node
         for entry in node.index:
             for number, residence in enumerate(entry.residences):
                 if number or not node.index.blockers(entry, entry.level):
