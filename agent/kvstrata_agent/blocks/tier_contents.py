@@ -306,7 +306,7 @@ class TierContents:
         """When a block was used last, as that counts here."""
         return entry.use_in_s(self._tier)
 
-    def offer(self, entry: Entry) -> None:
+    def offer(self, entry: Entry) -> QueueKey:
         """Put a block among the possible victims; whether it is one is checked when it comes up."""
         is_double = entry.level < self._tier.level
         self._discard(entry, is_double=not is_double)
@@ -315,11 +315,13 @@ class TierContents:
         if queue is None:
             queue = self.queues[key] = LeafQueue(self.use_s)
         queue.push(entry)
+        return key
 
     def age(self, entry: Entry) -> None:
         """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
         queue = self.queue_of(entry)
-        if queue is not None and queue.discard(entry):
+        if queue is not None:
+            queue.discard(entry)
             queue.push(entry)
 
     def residents(self) -> Iterator[Entry]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.returns import SET_BACK
-from kvstrata_agent.blocks.tier_contents import QueueKey
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 from kvstrata_agent.policy.priority import felt_use_s
@@ -102,8 +101,7 @@ class TierCandidates:
         """Put a block in, if it is still here."""
         if block.residence(self._tier) is not None:
             self._pushed.add(block)
-            self._contents.offer(block)
-            self._keys[QueueKey(block.scope, block.tenant, block.priority, block.level < self._tier.level)] = None
+            self._keys[self._contents.offer(block)] = None
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
                 self._may_have_aged = self._may_have_aged or self._contents.use_s(block) <= 0.0
@@ -132,9 +130,7 @@ class TierCandidates:
         self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
         self.worths[entry] = self._victims.next_worth[0]
-        queue = self._contents.queue_of(entry)
-        assert queue is not None, "it was queued, or it would not be next"
-        queue.discard(entry)
+        self._contents.withdraw(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
         self._run = entry.mark
         return entry

@@ -220,7 +220,7 @@ class Ranked(WholeRuns):
             self.queue(run, self.cache.leaves)
 
     def queue(self, run: int, *all_runs: Sequence[int]) -> None:
-        """Have a run among the possible victims, which `all_runs` are: the heap is made anew of them when it grows."""
+        """Put a run among the possible victims, which `all_runs` are: they rebuild a heap of many dead entries."""
         heappush(self._heap, (self.rank[run], run))
         if len(self._heap) > _HEAP_SLACK * sum(map(len, all_runs)) + 1024:
             self._heap = [(self.rank[one], one) for runs in all_runs for one in runs]

@@ -169,7 +169,11 @@ class Tiers:
 
     def missing(self, tier: int, run: int, blocks: int) -> int:
         """Blocks, of those that leave a faster tier, that this one has no copy of."""
-        return blocks - min(blocks, max(0, self.stored[tier][run] - self._alone(tier, run)))
+        return blocks - min(blocks, self._doubled(tier, run))
+
+    def _doubled(self, tier: int, run: int) -> int:
+        """Blocks of a run that are in a tier and in a faster one."""
+        return max(0, self.stored[tier][run] - self._alone(tier, run))
 
     def target(self, tier: int, run: int) -> int:
         """Tier that a run goes to when it leaves one; the count of tiers for none."""
@@ -300,7 +304,7 @@ class _Least:
         return 1
 
     def became_leaf(self, run: int) -> None:
-        """It competes; anew, where copies of it were the last to leave."""
+        """It competes, again where only copies of it have left."""
         if run == self._chosen:
             self._victims.taken()
             self._chosen = 0
@@ -505,10 +509,6 @@ class Ours(Tiers):
     def _note_double(self, tier: int, run: int) -> None:
         if tier >= self._saved_levels and self._doubled(tier, run) > 0:
             self._doubles[tier].add(run)
-
-    def _doubled(self, tier: int, run: int) -> int:
-        """Blocks of a run that are in a tier and in a faster one."""
-        return max(0, self.stored[tier][run] - self._alone(tier, run))
 
     def doubles(self, level: Cache) -> Sequence[int]:
         """Runs that have doubles in the tier of a level, and some that had."""
