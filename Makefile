@@ -6,7 +6,7 @@ LEVELS := $(addprefix tests/,contract stateful sim crash fuzz faults threats adv
 PYTEST := $(BIN)/python -m pytest
 # Tests of connectors and tiers that compute on a device as on the processor.
 ON_DEVICE := $(addprefix tests/system/test_,client_transformers.py client_transformers_cache.py handover_transformers.py) \
-  tests/unit/client/test_vllm.py tests/unit/agent/cache/test_five_tiers.py
+  tests/unit/client/test_vllm.py tests/unit/agent/cache/test_five_tiers.py tests/contract/test_device_lending.py
 SEEDS ?= 200
 # How many examples a law is tried on: `make check` answers within 75 s, `make test` tries all (tests/conftest.py).
 EXAMPLES ?= quick

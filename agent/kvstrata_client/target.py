@@ -54,7 +54,7 @@ class Devices(Protocol):
         """True where blocks are to be copied to this torch device without a pass over host memory."""
 
     def open(self, grant: DeviceGrant, fd: int) -> OpenExtent:
-        """Open an extent; `fd` is -1 where a handle came, and stays the caller's.
+        """Open an extent; `fd` stays the caller's.
 
         Raises `InvalidInputError` where it cannot be opened, and sets `error`.
         """

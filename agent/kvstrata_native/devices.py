@@ -1,8 +1,8 @@
-"""Memory of a device that another process can open: CUDA's IPC handles, and a double in host memory. On torch.
+"""Memory of a device that another process can open by a descriptor: CUDA's, and a double in host memory. On torch.
 
-Each allocation is one of its own and whole: a handle opens all of the memory that the driver gave at once, so torch's
-allocator, which cuts several tensors out of one, must not make it. CUDA knows no read-only mapping; whoever opens such
-memory can write it, and the double behaves the same. Calls and rules: CUDA Runtime API, "Device Management".
+The driver's own allocations (CUDA Driver API, "Virtual Memory Management"): a descriptor goes from process to process
+like any other, also between containers that see nothing of each other's processes, and the memory lives until the last
+of them has let go. Whoever opens it chooses its own access, so it can be written; the double behaves the same.
 
 Blocks there have sums that a device makes in one pass, for readers that copy on the device: a digest of ours would
 need the bytes in host memory.
@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -21,29 +22,30 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 EMULATED: Final = "emulated"
 """Device of the double."""
-HANDLE_BYTES: Final = 64
-"""CUDA_IPC_HANDLE_SIZE."""
 SUM_BYTES: Final = 8
-_LAZY_PEER_ACCESS: Final = 1
-"""cudaIpcMemLazyEnablePeerAccess, the only flag there is."""
+
+# Numbers of the driver (cuda.h, API of CUDA 10.2 and later).
+_PINNED: Final = 1
+_POSIX_DESCRIPTOR: Final = 1
+_ON_DEVICE: Final = 1
+_READ_AND_WRITE: Final = 3
+_MINIMUM: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory that this process has and others may open. It is freed with the last tensor of it."""
+    """Memory that this process has and others may open. This process lets go of it with the last tensor of it."""
 
     memory: torch.Tensor
     """(bytes,) uint8."""
     device: str
     """UUID of the device, or `EMULATED`."""
-    handle: bytes
-    """For the other process; empty where `fd` is."""
-    fd: int = -1
-    """Of the double; closed with the memory."""
+    fd: int
+    """For other processes; closed with the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,28 @@ class Opened:
     """Returns None once it is closed."""
 
 
-class _Handle(ctypes.Structure):
-    """`cudaIpcMemHandle_t`."""
+class _Location(ctypes.Structure):
+    """`CUmemLocation`."""
 
-    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """`CUmemAllocationProp`."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """`CUmemAccessDesc`."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 class _Block:
@@ -76,51 +96,111 @@ class _Block:
 
 
 @lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    """The driver's library. Raises `OSError` where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call the driver. Raises `RuntimeError` with its own words where it fails."""
+    driver = _driver()
+    if code := getattr(driver, name)(*arguments):
+        said = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(said))
+        raise RuntimeError(f"{name}: {(said.value or b'?').decode()} ({code})")
+
+
+def allocate_cuda(index: int, size_bytes: int) -> Allocation:
+    """Memory of a CUDA device with anything in it. Raises `RuntimeError` where there is none left."""
+    with _current(index):
+        there, fd = ctypes.c_ulonglong(), ctypes.c_int(-1)
+        properties = _properties(index)
+        _call("cuMemCreate", ctypes.byref(there), _whole(index, size_bytes), ctypes.byref(properties), _NO_FLAGS)
+        with ExitStack() as undo:
+            undo.callback(_call, "cuMemRelease", there)  # A mapping and a descriptor each keep the memory.
+            wanted = (ctypes.byref(fd), there, _POSIX_DESCRIPTOR, _NO_FLAGS)
+            _call("cuMemExportToShareableHandle", *wanted)
+            undo.push(lambda failed, *_: os.close(fd.value) if failed else None)
+            mapped = _mapped_device(index, there, size_bytes)
+        weakref.finalize(mapped.anchor(), os.close, fd.value).atexit = False
+    return Allocation(mapped.memory, uuid_of(index), fd.value)
+
+
+def open_cuda(index: int, fd: int, size_bytes: int) -> Opened:
+    """Open memory behind a descriptor, which stays the caller's. Raises `RuntimeError` where that cannot be."""
+    with _current(index):
+        there = ctypes.c_ulonglong()
+        _call("cuMemImportFromShareableHandle", ctypes.byref(there), ctypes.c_void_p(fd), _POSIX_DESCRIPTOR)
+        try:
+            return _mapped_device(index, there, size_bytes)
+        finally:
+            _call("cuMemRelease", there)
+
+
+_NO_FLAGS: Final = ctypes.c_ulonglong(0)
+
+
+@contextmanager
+def _current(index: int) -> Iterator[None]:
+    """Let the driver's calls of this thread mean torch's context of a device, which a call of torch makes current."""
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().query()
+        yield
+
+
+def _properties(index: int) -> _Properties:
+    return _Properties(type=_PINNED, handle_types=_POSIX_DESCRIPTOR, location=_Location(_ON_DEVICE, index))
+
+
+def _whole(index: int, size_bytes: int) -> ctypes.c_size_t:
+    """A size in whole pages of the device."""
+    page, properties = ctypes.c_size_t(), _properties(index)
+    _call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(properties), _MINIMUM)
+    return ctypes.c_size_t(-(-size_bytes // page.value) * page.value)
+
+
+def _mapped_device(index: int, there: ctypes.c_ulonglong, size_bytes: int) -> Opened:
+    """Map an allocation for reading and writing; it is unmapped with the last tensor of it."""
+    address, size = ctypes.c_ulonglong(), _whole(index, size_bytes)
+    _call("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), _NO_FLAGS, _NO_FLAGS)
+    with ExitStack() as undo:
+        undo.callback(_call, "cuMemAddressFree", address, size)
+        _call("cuMemMap", address, size, ctypes.c_size_t(0), there, _NO_FLAGS)
+        undo.callback(_call, "cuMemUnmap", address, size)
+        access = _Access(_Location(_ON_DEVICE, index), _READ_AND_WRITE)
+        _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        block = _Block(address.value, size_bytes)
+        memory = torch.as_tensor(block, device=torch.device("cuda", index))
+        undo.pop_all()
+    weakref.finalize(block, _unmap, index, address, size).atexit = False  # The driver clears up by then.
+    return Opened(memory, weakref.ref(block))
+
+
+def _unmap(index: int, address: ctypes.c_ulonglong, size: ctypes.c_size_t) -> None:
+    with _current(index):
+        _call("cuMemUnmap", address, size)
+        _call("cuMemAddressFree", address, size)
+
+
+@lru_cache(maxsize=1)
 def _runtime() -> ctypes.CDLL:
     """The CUDA runtime that torch has loaded, by its soname. Raises `OSError` where there is none."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
-def _check(what: str, code: int) -> None:
-    if code:
-        runtime = _runtime()
-        runtime.cudaGetErrorString.restype = ctypes.c_char_p
-        runtime.cudaGetLastError()  # Else torch's next call would report it.
-        raise RuntimeError(f"{what}: {runtime.cudaGetErrorString(code).decode()}")
+_EITHER_WAY: Final = 4
+"""cudaMemcpyDefault."""
 
 
-def allocate_cuda(index: int, size_bytes: int) -> Allocation:
-    """Memory of a CUDA device with anything in it. Raises `RuntimeError` where there is none left."""
-    device, address, handle = torch.device("cuda", index), ctypes.c_void_p(), _Handle()
-    with torch.cuda.device(device):
-        _check("cudaMalloc", _runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size_bytes)))
-        memory = _taken_over(address, size_bytes, device, "cudaFree").memory
-        _check("cudaIpcGetMemHandle", _runtime().cudaIpcGetMemHandle(ctypes.byref(handle), address))
-    return Allocation(memory, uuid_of(index), bytes(handle))
+def start_copy(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+    """Have a stream copy between device and pinned memory, which both have to last until it has. (bytes,) uint8 each.
 
-
-def open_cuda(index: int, handle: bytes, size_bytes: int) -> Opened:
-    """Open memory of another process. Raises `RuntimeError` where that cannot be."""
-    device, address = torch.device("cuda", index), ctypes.c_void_p()
-    if len(handle) != HANDLE_BYTES:
-        raise RuntimeError(f"handle of {len(handle)} B, {HANDLE_BYTES} wanted")
-    with torch.cuda.device(device):
-        passed = _Handle.from_buffer_copy(handle)
-        code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(address), passed, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        _check("cudaIpcOpenMemHandle", code)
-        return _taken_over(address, size_bytes, device, "cudaIpcCloseMemHandle")
-
-
-def _taken_over(address: ctypes.c_void_p, size_bytes: int, device: torch.device, end: str) -> Opened:
-    assert address.value is not None
-    block = _Block(address.value, size_bytes)
-    weakref.finalize(block, _end, end, address.value, device).atexit = False  # The driver clears up by then.
-    return Opened(torch.as_tensor(block, device=device), weakref.ref(block))
-
-
-def _end(call: str, address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        getattr(_runtime(), call)(ctypes.c_void_p(address))
+    A few microseconds, while `Tensor.copy_` takes tens for its own bookkeeping. Raises `RuntimeError`.
+    """
+    at, of, size = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(len(target))
+    if code := _runtime().cudaMemcpyAsync(at, of, size, _EITHER_WAY, ctypes.c_void_p(stream)):
+        _runtime().cudaGetLastError()  # Else torch's next call would report it.
+        raise RuntimeError(f"cudaMemcpyAsync: error {code}")
 
 
 def uuid_of(index: int) -> str:
@@ -129,7 +209,7 @@ def uuid_of(index: int) -> str:
 
 
 def allocate_host(size_bytes: int) -> Allocation:
-    """Do the same in host memory, for machines without a device: zeroes, and a descriptor takes a handle's place."""
+    """Do the same in host memory, for machines without a device: zeroes."""
     fd = os.memfd_create("kvstrata-emulated-device", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size_bytes)
@@ -138,7 +218,7 @@ def allocate_host(size_bytes: int) -> Allocation:
         os.close(fd)
         raise RuntimeError(f"emulated device: {e}") from e
     weakref.finalize(mapped, os.close, fd)
-    return Allocation(torch.frombuffer(mapped, dtype=torch.uint8), EMULATED, b"", fd)
+    return Allocation(torch.frombuffer(mapped, dtype=torch.uint8), EMULATED, fd)
 
 
 def open_host(fd: int, size_bytes: int) -> Opened:

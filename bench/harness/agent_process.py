@@ -132,11 +132,15 @@ def clear(node: Node, *, keep: bool) -> int:
 
 
 async def raise_all(core: AgentParts) -> int:
-    """Have all blocks in HBM as well; returns how many."""
+    """Have all blocks in HBM as well; returns how many. The agent raises blocks by itself meanwhile."""
     hbm, dram = core.node.tiers
     entries = [e for residents in tuple(core.node.contents(dram).extents.values()) for e in residents]
-    raised = [await core.cache.evictor.demoter.demote_to(e, dram, hbm, Priority.ARCHIVE) for e in entries]
-    return raised.count(True)
+    for entry in entries:
+        if entry.move is not None:
+            await entry.move
+        if entry.residence(hbm) is None:
+            await core.cache.evictor.demoter.demote_to(entry, dram, hbm, Priority.ARCHIVE)
+    return sum(entry.residence(hbm) is not None for entry in entries)
 
 
 def facts(node: Node) -> dict[str, object]:

@@ -486,15 +486,15 @@ class ExtentGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceGrant(msgspec.Struct, frozen=True, array_like=True):
-    """An extent in the memory of a device, new to this connection. Whoever opens it can write all of it."""
+    """An extent in the memory of a device, new to this connection. Whoever opens it can write all of it.
+
+    Its descriptor rides on the same frame, behind those of `extents`: one of CUDA's, or of memory for the double.
+    """
 
     extent: int
     size_bytes: int
     device: str
     """As in `Attach.devices`."""
-    handle: bytes
-    """What `cudaIpcOpenMemHandle` takes, 64 B; empty of the double, whose descriptor rides on the same frame, behind
-    those of `extents`."""
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
@@ -608,7 +608,7 @@ def descriptors(reply: Reply) -> int:
     """Descriptors that ride on the frame of a reply."""
     devices = reply.devices if isinstance(reply, Acquired) else ()
     extents = reply.extents if isinstance(reply, GRANTING) else ()
-    return len(extents) + sum(not grant.handle for grant in devices)
+    return len(extents) + len(devices)
 
 
 _LIMITED: Final = {

@@ -1,4 +1,4 @@
-"""An HBM tier lends its memory to other processes: on the double, with agents and clients that die."""
+"""An HBM tier lends its memory to other processes, with agents and clients that die. On the double or a device."""
 
 import signal
 import subprocess
@@ -13,11 +13,9 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: make setup")
 
-import torch
-
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.device_blocks import HostDevices, Rows, rows_of
+from kvstrata_client.connectors.device_blocks import CudaDevices, HostDevices, Rows, rows_of
 from kvstrata_client.prompt import pipeline
 from kvstrata_client.verbs.results import Lease
 from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller
@@ -25,19 +23,21 @@ from support.agent.lending import borrowed, hbm_of, lending_tiers, raise_all
 from support.agent.process import agent_process, raised
 from support.agent.thread import AgentThread
 from support.client.attached import BLOCKS, PATIENT_S, TOKENS, content, target, until
+from support.client.torch_device import DEVICE, torch
 from support.runner.alone import environment
 
 pytestmark = pytest.mark.contract
 
-HOLD = """
+DEVICES = CudaDevices if DEVICE.type == "cuda" else HostDevices
+HOLD = f"""
 import sys, time
 from dataclasses import replace
 from pathlib import Path
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.device_blocks import HostDevices
+from kvstrata_client.connectors.device_blocks import {DEVICES.__name__}
 from support.client.attached import keys_of, target
 
-client = Client.attach(replace(target(Path(sys.argv[1])), devices=HostDevices()), wait_s=20.0)
+client = Client.attach(replace(target(Path(sys.argv[1])), devices={DEVICES.__name__}()), wait_s=20.0)
 leases = client.acquire(keys_of(client), in_place=True)
 print(sum(lease.tensor is not None for lease in leases), flush=True)
 time.sleep(600)
@@ -46,13 +46,13 @@ time.sleep(600)
 
 @contextmanager
 def attached(socket: Path) -> Iterator[Client]:
-    with Client.attach(replace(target(socket), devices=HostDevices()), wait_s=PATIENT_S) as client:
+    with Client.attach(replace(target(socket), devices=DEVICES()), wait_s=PATIENT_S) as client:
         assert client.is_attached, client.reason
         yield client
 
 
 def room() -> tuple[torch.Tensor, Rows]:
-    found = torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    found = torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=DEVICE)
     return found, rows_of(found)
 
 
@@ -76,14 +76,14 @@ class Killing:
 
 
 def test_a_reader_in_another_process_copies_what_lies_on_the_device(tmp_path: Path) -> None:
-    with agent_process(tmp_path / "s", device="cpu") as agent, attached(tmp_path / "s") as client:
+    with agent_process(tmp_path / "s", device=DEVICE.type) as agent, attached(tmp_path / "s") as client:
         PrefixCache(client).store(TOKENS, content())
         assert raised(agent) == BLOCKS
         found, rows = room()
 
         assert PrefixCache(client).load_rows(TOKENS, rows).blocks == rows.in_place_blocks == BLOCKS
 
-        assert np.array_equal(found.numpy(), content())
+        assert np.array_equal(found.cpu().numpy(), content())
 
 
 @pytest.mark.parametrize("after", [0, 5])
@@ -91,7 +91,7 @@ def test_an_agent_that_dies_amid_a_read_makes_misses_of_what_it_does_not_vouch_f
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     monkeypatch.setattr(pipeline, "batch_blocks", lambda _: 1)
-    with agent_process(tmp_path / "s", device="cpu") as agent, attached(tmp_path / "s") as client:
+    with agent_process(tmp_path / "s", device=DEVICE.type) as agent, attached(tmp_path / "s") as client:
         PrefixCache(client).store(TOKENS, content())
         assert raised(agent) == BLOCKS
         found, rows = room()
@@ -99,9 +99,9 @@ def test_an_agent_that_dies_amid_a_read_makes_misses_of_what_it_does_not_vouch_f
         loaded = PrefixCache(client).load_rows(TOKENS, Killing(rows, agent, after))
 
         assert loaded.blocks <= after
-        assert np.array_equal(found.numpy()[: loaded.blocks], content()[: loaded.blocks])
+        assert np.array_equal(found.cpu().numpy()[: loaded.blocks], content()[: loaded.blocks])
 
-        with agent_process(tmp_path / "s", epoch=8, device="cpu") as another:
+        with agent_process(tmp_path / "s", epoch=8, device=DEVICE.type) as another:
             until(lambda: client.is_attached)
             found, rows = room()
             assert PrefixCache(client).load_rows(TOKENS, rows).blocks == 0
@@ -109,12 +109,12 @@ def test_an_agent_that_dies_amid_a_read_makes_misses_of_what_it_does_not_vouch_f
             PrefixCache(client).store(TOKENS, content(100))
             assert raised(another) == BLOCKS
             assert PrefixCache(client).load_rows(TOKENS, rows).blocks == rows.in_place_blocks == BLOCKS
-            assert np.array_equal(found.numpy(), content(100))
+            assert np.array_equal(found.cpu().numpy(), content(100))
 
 
 def test_a_client_that_is_killed_holds_neither_blocks_nor_memory(tmp_path: Path) -> None:
     socket, callers = tmp_path / "s", FakeAuthenticator(a=caller("a"))
-    with AgentThread(socket, lending_tiers, callers) as agent, attached(socket) as client:
+    with AgentThread(socket, lambda: lending_tiers(DEVICE.type), callers) as agent, attached(socket) as client:
         PrefixCache(client).store(TOKENS, content())
         assert raise_all(agent) == BLOCKS
         command = (sys.executable, "-c", HOLD, str(socket))

@@ -372,8 +372,8 @@ class LendingBackend(TierBackend, Protocol):
     def is_intact(self, slot: SlotRef) -> bool:
         """Whether a block still has its sum; true where there is none. One pass over the block."""
 
-    def lend(self, extent: int, borrower: int) -> tuple[bytes, int]:
-        """Handle of an extent, or an empty one and a descriptor that stays ours, for a connection.
+    def lend(self, extent: int, borrower: int) -> int:
+        """Descriptor of an extent for a connection; it stays ours.
 
         What it lent is cleared when it is released, and freed once every borrower has given it back: a driver must not
         take back what others have open. Raises `KeyError` once the extent has gone.

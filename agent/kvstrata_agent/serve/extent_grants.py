@@ -59,9 +59,8 @@ class ExtentGrants:
                 if len(granted) + len(lent) == wire.FDS_PER_FRAME_MAX:
                     return i, tuple(granted), tuple(lent)
                 self._held(at, number, is_writable=True)
-                handle, _ = lending.lend(slot.extent, at.owner)
                 size_bytes, device = lending.extent_bytes(slot.extent), lending.device_of(slot.extent)
-                lent.append(wire.DeviceGrant(number, size_bytes, device, handle))
+                lent.append(wire.DeviceGrant(number, size_bytes, device))
                 continue
             assert mappable is not None
             can_write = right.access.can_write and mappable.extent_writer(slot.extent) == at.tenant
@@ -147,8 +146,7 @@ class ExtentGrants:
             lending = backend.lending if backend is not None else None
             if lending is None:
                 raise LeaseLostError(f"extent {lent.extent} of device {lent.device} has gone")
-            if not lent.handle:
-                found.append(lending.lend(lent.extent & _EXTENT_MASK, owner)[1])
+            found.append(lending.lend(lent.extent & _EXTENT_MASK, owner))
         return found
 
 

@@ -123,12 +123,11 @@ class DeviceExtents:
                 if self._devices is None or grant.device not in self._devices.names:
                     raise InvalidInputError(f"extent {grant.extent} of device {grant.device!r} was not asked for")
                 try:
-                    self._open[grant.extent] = self._devices.open(grant, -1 if grant.handle else left[0])
+                    self._open[grant.extent] = self._devices.open(grant, left[0])
                 except InvalidInputError as e:
                     _log.warning("memory of a device cannot be opened, its blocks are copied: %s", e)
                     self._closing[grant.extent] = lambda: None
-                if not grant.handle:
-                    os.close(left.pop(0))
+                os.close(left.pop(0))
         finally:
             for fd in left:
                 os.close(fd)

@@ -25,7 +25,7 @@ class CudaDevices:
         """Open memory of these devices, by torch's number; None: of all that torch sees."""
         self._indices = {uuid_of(i): i for i in (range(torch.cuda.device_count()) if indices is None else indices)}
         self.error = ""
-        """See `target.Devices`. As a rule: agent and engine are in two PID namespaces."""
+        """See `target.Devices`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,10 +36,10 @@ class CudaDevices:
         """See `target.Devices`."""
         return not self.error and bool(device.type == "cuda")
 
-    def open(self, grant: DeviceGrant, fd: int) -> Opened:  # noqa: ARG002  A handle needs no descriptor.
+    def open(self, grant: DeviceGrant, fd: int) -> Opened:
         """See `target.Devices`."""
         try:
-            return open_cuda(self._indices[grant.device], grant.handle, grant.size_bytes)
+            return open_cuda(self._indices[grant.device], fd, grant.size_bytes)
         except (OSError, RuntimeError) as e:
             self.error = f"extent {grant.extent} of device {grant.device}: {e}"
             raise InvalidInputError(self.error) from e

@@ -53,7 +53,7 @@ class HbmTier(ApiModel):
         "Copied",
         description="Copied: a block is copied to host memory for its readers. InPlace: engines that can open the "
         "GPU's memory copy a tenant's own blocks on the GPU; those of domains and shares are copied as before, because "
-        "whoever opens such memory can write it. Engines and agents share a PID namespace for it.",
+        "whoever opens such memory can write it.",
     )
 
 

@@ -31,7 +31,9 @@ def raise_all(agent: AgentThread) -> int:
     async def move() -> int:
         entries = [e for residents in tuple(node.contents(dram).extents.values()) for e in residents]
         for entry in entries:
-            assert await demoter.demote_to(entry, dram, hbm, Priority.ARCHIVE)
+            if entry.move is not None:  # The agent raises blocks by itself as well.
+                await entry.move
+            assert entry.residence(hbm) or await demoter.demote_to(entry, dram, hbm, Priority.ARCHIVE)
             node.drop_copy(entry, dram)
         return len(entries)
 

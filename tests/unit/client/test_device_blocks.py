@@ -196,7 +196,7 @@ def test_nobody_gets_a_device_that_it_did_not_name(tmp_path: Path) -> None:
 
 
 class Unopenable(HostDevices):
-    """As of an engine in another PID namespace: the agent's memory is offered and does not open."""
+    """As of an engine with a driver that refuses: the agent's memory is offered and does not open."""
 
     def open(self, grant: wire.DeviceGrant, fd: int) -> Opened:  # noqa: ARG002
         self.error = f"extent {grant.extent}: invalid argument"
@@ -282,7 +282,7 @@ def test_agents_and_clients_of_before_read_what_is_sent_now_and_the_other_way_ro
     assert (read.token, read.layout) == ("t", LAYOUT)
     assert wire.decode_request(wire.encode(read)[4:]) == wire.Attach(1, "t", "pool", LAYOUT)
 
-    acquired = wire.Acquired(1, 2, (), (), 7, devices=(wire.DeviceGrant(1, 2, EMULATED, b""),))
+    acquired = wire.Acquired(1, 2, (), (), 7, devices=(wire.DeviceGrant(1, 2, EMULATED),))
     answer = msgspec.msgpack.decode(wire.encode(acquired)[4:], type=_EarlierAcquired)
     assert answer.epoch == 7
     assert wire.decode_reply(wire.encode(answer)[4:]) == wire.Acquired(1, 2, (), (), 7)

@@ -55,7 +55,7 @@ def test_a_sum_is_the_same_in_every_process_and_release() -> None:
 
 def test_both_ends_of_the_double_have_one_memory_and_it_is_closed_with_its_last_tensor() -> None:
     made = allocate_host(4096)
-    assert (made.device, made.handle) == (EMULATED, b"")
+    assert made.device == EMULATED
     opened = open_host(made.fd, 4096)
     made.memory[7] = 9
     assert int(opened.memory[7]) == 9

@@ -36,7 +36,7 @@ from kvstrata_api.errors import (
     UnsupportedError,
 )
 from kvstrata_native import copy, copy_digests, copy_threads
-from kvstrata_native.devices import SUM_BYTES, Allocation, allocate_cuda, allocate_host, block_sum, packed
+from kvstrata_native.devices import SUM_BYTES, Allocation, allocate_cuda, allocate_host, block_sum, packed, start_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +79,9 @@ class DeviceQueue(Protocol):
     def start(self, work: Callable[[], object]) -> Wait:
         """Let the device do `work` after all that was started before. Raises `RuntimeError`."""
 
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
+        """The same of a copy between memory of the device and of `staging`."""
+
     def trim(self) -> None:
         """Let others on the device have what was freed."""
 
@@ -106,11 +109,20 @@ class CudaQueue:
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """See `DeviceQueue`. Whoever waits sleeps: engines want the cores."""
+        """See `DeviceQueue`."""
         with torch.cuda.stream(self._stream):
             work()
-            done = torch.cuda.Event(blocking=True)
-            done.record(self._stream)
+            return self._end()
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
+        """See `DeviceQueue`."""
+        start_copy(target, source, self._stream.cuda_stream)
+        return self._end()
+
+    def _end(self) -> Wait:
+        """Whoever waits sleeps: engines want the cores."""
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._stream)
         wait: Wait = done.synchronize
         return wait
 
@@ -143,6 +155,11 @@ class HostQueue:
         work()
         return _done
 
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
+        """See `DeviceQueue`."""
+        target.copy_(source)
+        return _done
+
     def trim(self) -> None:
         """See `DeviceQueue`."""
 
@@ -171,8 +188,8 @@ class Slots(Protocol):
     def part(self, slot: SlotRef, size_bytes: int) -> tuple[DeviceQueue, torch.Tensor]:
         """Queue of the device, and the first bytes of a slot. Raises `BackendFailedError` where that is gone."""
 
-    def filled(self, slot: SlotRef, target: torch.Tensor) -> None:
-        """Called in the queue, behind the copy to a slot."""
+    def behind(self, slot: SlotRef, target: torch.Tensor) -> Callable[[], object] | None:
+        """What the device has to do behind the copy to a slot, if anything."""
 
 
 @dataclass(slots=True)
@@ -213,8 +230,9 @@ class Staging:
             piece = self._piece(queue, len(target))
             end = staged(writing, piece.view[: len(target)])
             if isinstance(end, Record):
-                source = piece.memory[: len(target)]
-                piece.wait = queue.start(partial(_fill, slots, writing.slot, target, source))
+                piece.wait = queue.start_copy(target, piece.memory[: len(target)])
+                behind = slots.behind(writing.slot, target)
+                piece.wait = piece.wait if behind is None else queue.start(behind)
         except RuntimeError as e:  # torch's device errors share no closer base.
             return _failed(writing.slot, e), None
         except KvStrataError as e:
@@ -235,8 +253,7 @@ class Staging:
         try:
             queue, source = slots.part(reading.slot, reading.record.stored_bytes)
             piece = self._piece(queue, len(source))
-            target = piece.memory[: len(source)]
-            piece.wait = queue.start(lambda: target.copy_(source, non_blocking=True))
+            piece.wait = queue.start_copy(piece.memory[: len(source)], source)
         except RuntimeError as e:
             return _failed(reading.slot, e)
         except KvStrataError as e:
@@ -257,11 +274,6 @@ class Staging:
     def close(self) -> None:
         """Release the memory: no copy is under way between calls."""
         self._pieces.clear()
-
-
-def _fill(slots: Slots, slot: SlotRef, target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
-    slots.filled(slot, target)
 
 
 def staged(writing: Writing, room: memoryview) -> Record | KvStrataError:
@@ -372,11 +384,11 @@ class HbmTier(DeviceTier["HbmMemory"]):
         """See `LendingBackend`."""
         return not self.sum_of(slot) or self.memory.is_intact(slot)
 
-    def lend(self, extent: int, borrower: int) -> tuple[bytes, int]:
+    def lend(self, extent: int, borrower: int) -> int:
         """See `LendingBackend`."""
         allocation = self.memory.shared[extent]
         self._thread.submit(self.memory.lend, extent, borrower)  # In order with all that releases an extent.
-        return allocation.handle, allocation.fd
+        return allocation.fd
 
     def give_back(self, borrower: int, extents: Sequence[int] | None = None) -> None:
         """See `LendingBackend`."""
@@ -495,11 +507,16 @@ class HbmMemory:
                 self._borrowers.pop(extent, None)
                 self._lent.pop(extent, None)
 
-    def filled(self, slot: SlotRef, target: torch.Tensor) -> None:
+    def behind(self, slot: SlotRef, target: torch.Tensor) -> Callable[[], object] | None:
         """Keep the sum of a block that is being put into a slot, where that is lent and the block has whole words."""
         sums = self._sums.get(slot.extent)
-        if sums is not None and len(target) % SUM_BYTES == 0:
+        if sums is None or len(target) % SUM_BYTES != 0:
+            return None
+
+        def keep() -> None:
             sums[slot.offset] = slot.stamp, block_sum(target), len(target)
+
+        return keep
 
     def sum_of(self, slot: SlotRef) -> bytes:
         """Sum of what was written last under this use of a slot; empty where there is none."""
