@@ -10,13 +10,14 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
-from kvstrata_agent.blocks.signs import is_tried, is_unread
+from kvstrata_agent.blocks.signs import LOAD_S, is_tried, is_unread
 from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
 from kvstrata_agent.policy.placement import Replica
 from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
+from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,14 +26,11 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.sessions import Session
-    from kvstrata_api.blocks import ScopeId
 
 AWAITED_MAX: Final = 16_384
 """Chains that requests have named and that may be stored yet: 2 MB."""
 SOON_S: Final = 60.0
 """A return within it is soon."""
-LOAD_S: Final = 10.0
-"""A load comes within it after the lookup that names the whole chain."""
 RECENT_MAX: Final = 4096
 """Ends of chains that were asked for of late."""
 HOT_MAX: Final = 256
@@ -59,23 +57,23 @@ class _Marks:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._entries: dict[bytes, Entry] = {}
+        self._blocks = index.blocks(ScopeId(""))
         self.awaited: dict[bytes, int] = {}
 
     def within(self, scope: ScopeId) -> None:
         """Go to a scope."""
-        self._entries = self._index.blocks(scope).in_use
+        self._blocks = self._index.blocks(scope)
 
     def read(self, chain: Sequence[bytes]) -> list[int]:
         """Mark of each up to the first that is not here, and `UNMARKED` behind it."""
-        marks = [entry.mark for entry in self._here(chain)]
+        marks = [entry.mark for entry in self.here(chain)]
         if len(marks) < len(chain):
             marks.append(self.awaited.get(chain[len(marks)], UNMARKED))
         return marks + [UNMARKED] * (len(chain) - len(marks))
 
     def write(self, chain: Sequence[bytes], marks: Sequence[int]) -> None:
         """Set the mark of each up to the first that is not here."""
-        here = self._here(chain)
+        here = self.here(chain)
         for entry, mark in zip(here, marks, strict=False):
             entry.mark = mark
         if len(here) < len(chain):
@@ -83,9 +81,9 @@ class _Marks:
             if len(self.awaited) > AWAITED_MAX:
                 del self.awaited[next(iter(self.awaited))]
 
-    def _here(self, chain: Sequence[bytes]) -> list[Entry]:
+    def here(self, chain: Sequence[bytes]) -> list[Entry]:
         """Entries of the leading blocks that are here."""
-        found = list(map(self._entries.get, chain))
+        found = self._blocks.get_all(chain)
         stop = found.index(None) if None in found else len(found)
         return [entry for entry in found[:stop] if entry is not None]
 
@@ -112,13 +110,18 @@ class Returns:
         return self._node.spec.policy.eviction.type == "ReuseAware"
 
     def asked(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
-        """A request names its chain: all of it that is here was used, and the rest will come.
+        """A request names its chain: all of it that is here is used now, and the rest will come.
 
         Asking again for the same chain before long is the same use: an engine polls.
         """
-        if not digests or not self.are_followed:
+        if not digests:
             return
         now_s, recent, last = self._node.clock(), self._recent, digests[-1]
+        self._marks.within(scope)
+        for entry in self._marks.here(digests):
+            self._node.signs.used(entry, now_s)
+        if not self.are_followed:
+            return
         before_s = recent.pop(last, -math.inf)
         recent[last] = now_s
         if len(recent) > RECENT_MAX:
@@ -127,7 +130,6 @@ class Returns:
             return
         self._note_end(scope, digests)
         self._admission.asked(digests, len(digests))
-        self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
         self._reuse.begin(digests, None, facts, now_s)
 

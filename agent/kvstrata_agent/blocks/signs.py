@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.history import History
     from kvstrata_telemetry.agent_metrics import Counters
 
+LOAD_S: Final = 10.0
+"""A load comes within it after the lookup that names the whole chain."""
 RAISED_MAX: Final = 65_536
 """Blocks whose stay in memory is followed: 10 MB."""
 _METRICS: Final = {
@@ -112,10 +114,22 @@ class Signs:
             self._settle(entry, Sign.UNREAD)
 
     def used(self, entry: Entry, now_s: float) -> None:
-        """Somebody reads a block now."""
+        """A request asks for a block now."""
         if is_unread(entry) and now_s > entry.born_s + SAME_USE_S:
             self._settle(entry)
         entry.used_at_s = now_s
+
+    def read(self, entry: Entry, now_s: float) -> None:
+        """Somebody reads a block now: part of the use of all of a chain that a lookup began, or a use of its own.
+
+        Else what a load has brought up would count as used later than what it has not come to yet, which would leave
+        to make room for its head.
+        """
+        if now_s - entry.used_at_s < LOAD_S and not is_unread(entry):
+            came = self._raised.get(entry.digest)
+            if came is None or came[1] is not Sign.PREFETCHED or came[0] < entry.used_at_s:
+                return
+        self.used(entry, now_s)
 
     def _settle(self, entry: Entry, *more: Sign) -> None:
         """Whether a block is ever read is known now."""

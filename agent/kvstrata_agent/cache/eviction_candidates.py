@@ -201,18 +201,16 @@ class TierCandidates:
         return 0 if block.level < self._tier.level else self._index.blockers(block, level)
 
     def _oldest(self) -> LeafQueue[Entry] | None:
-        """The queue with the block that goes first; None when there is no block."""
-        queues = self._queues()
-        if len(queues) < 2:
-            return queues[0] if queues else None
-        first, oldest_s = None, float("inf")
-        for queue in queues:
-            entry = queue.oldest()
-            if entry is None:
+        """The queue with the block that goes first, of equals one of copies; None when there is no block."""
+        first, least = None, (float("inf"), True)
+        for key in self._keys:
+            queue = self._contents.queues.get(key)
+            entry = queue.oldest() if queue else None
+            if queue is None or entry is None:
                 continue
-            used_s = felt_use_s(self._contents.use_s(entry), self._now_s, entry.priority)
-            if first is None or used_s < oldest_s:
-                first, oldest_s = queue, used_s
+            order = felt_use_s(self._contents.use_s(entry), self._now_s, entry.priority), not key.is_double
+            if first is None or order < least:
+                first, least = queue, order
         return first
 
 

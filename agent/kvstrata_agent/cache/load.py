@@ -223,7 +223,7 @@ class Reader:
                 if raised is None:
                     break
                 copy = raised
-            node.signs.used(entry, now_s)
+            node.signs.read(entry, now_s)
             copies.append((entry, copy))
         leases = node.leases.grant_all(call.context.owner, copies, now_s + call.lease_s)
         may_grow = len(copies) < len(entries) and self._can_be_had(entries[len(copies)], entries)
@@ -494,7 +494,7 @@ class Reader:
 
         def lease(i: int, entry: Entry, residence: Residence) -> None:
             now_s = self._node.clock()
-            self._node.signs.used(entry, now_s)
+            self._node.signs.read(entry, now_s)
             reads[i] = Read(self._node.leases.grant(context.owner, entry, residence, now_s + call.lease_s), sources[i])
 
         async def one(i: int, entry: Entry) -> None:

@@ -1,6 +1,7 @@
 """What leaves memory first: what requests and hints have shown to be of least use, where the pool asks for that."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.blocks.signs import LOAD_S
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_agent.policy.expected_reuse import Victims
+from kvstrata_agent.policy.pathology import Sign
 from kvstrata_api import wire
 from kvstrata_api.checksum import checksum
 from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest
@@ -356,3 +359,88 @@ def test_copies_of_what_memory_has_do_not_hide_a_leaf_from_a_small_sample(
         assert candidates.pop() is block(engine, 1)
 
     played(play)
+
+
+@pytest.mark.parametrize("eviction", ["ReuseAware", "LeafLRU"])
+def test_what_a_load_has_not_come_to_yet_outlives_copies_of_what_it_has_read(eviction: str) -> None:
+    chain = range(1, 2 * SLOTS + 1)
+    read = chain[: SLOTS // 2]
+
+    async def play(engine: Engine) -> None:
+        for first in chain[:: SLOTS // 2]:
+            await engine.store(*range(first, first + SLOTS // 2))
+        await engine.push_down()
+        engine.clock.now_s += 60.0
+        await asked(engine, *chain)
+        engine.clock.now_s += 1.0
+        await engine.release(await engine.acquire(*read))
+        node = engine.core.node
+        returns = node.returns if node.returns.are_followed else None
+        request = EvictionRequest(len(read) * BLOCK_BYTES, "room")
+        candidates = TierCandidates(node.index, node.tiers[1], request, engine.clock.now_s, returns)
+
+        assert {candidates.pop() for _ in read} == {block(engine, n) for n in read}
+
+    played(play, eviction)
+
+
+def test_a_read_is_part_of_the_use_that_a_lookup_began_unless_that_was_long_ago() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1, 2)
+        engine.clock.now_s += 60.0
+        await asked(engine, 1, 2)
+        asked_s = engine.clock.now_s
+        engine.clock.now_s += LOAD_S / 2
+        await engine.acquire(1)
+        assert block(engine, 1).used_at_s == block(engine, 2).used_at_s == asked_s
+        engine.clock.now_s += LOAD_S
+        await engine.acquire(1)
+        assert block(engine, 1).used_at_s == engine.clock.now_s
+
+    played(play, "LeafLRU")
+
+
+def test_a_prefetch_that_ends_after_its_prompt_was_asked_for_is_no_waste() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1)
+        engine.clock.now_s += 60.0
+        await asked(engine, 1)
+        engine.clock.now_s += 0.1
+        engine.core.node.signs.raised([block(engine, 1)], "dram", for_reader=False)
+        engine.clock.now_s += 0.1
+        await engine.release(await engine.acquire(1))
+        engine.core.node.signs.left(block(engine, 1), had_its_chance=False)
+        assert not engine.core.node.signs._recent.counts[Sign.PREFETCH_WASTED]
+
+    played(play)
+
+
+def test_blocks_that_were_packed_are_asked_for_like_others() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(*range(1, 9))
+        before = marks(engine, *range(1, 9))
+        await engine.push_down()
+        index = engine.core.node.index
+        index._in_use_max = 0
+        engine.clock.now_s += 60.0
+        gc.collect()  # What an eviction looked at refers to its blocks until then.
+        index.pack(engine.clock.now_s)
+        assert index.blocks(SCOPE).packed > 0
+        await asked(engine, *range(1, 9))
+        assert not set(before) & set(marks(engine, *range(1, 9)))
+
+    played(play)
+
+
+def test_of_a_new_prompt_what_lies_above_the_watermark_is_the_first_to_leave() -> None:
+    async def run() -> None:
+        half = {"highWatermarkPercent": 50, "lowWatermarkPercent": 49}
+        engine = await Engine(eviction=half, admission={"type": "Auto"}).attach()
+        try:
+            await engine.store(*range(1, SLOTS - 3))
+            passing = [block(engine, n).passed is not None for n in range(1, SLOTS - 3)]
+            assert passing == [False] * (SLOTS // 2) + [True] * (SLOTS // 2 - 4)
+        finally:
+            await close(engine)
+
+    asyncio.run(run())
