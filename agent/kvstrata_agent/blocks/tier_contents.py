@@ -113,14 +113,6 @@ class LeafQueue(Generic[A]):
                 return block
         return None
 
-    def pop(self) -> A | None:
-        """Take the least recently used block out; None when the queue is empty."""
-        block = self.oldest()
-        if block is not None:
-            _, _, number = heapq.heappop(self._heap)
-            del self._blocks[number], self._numbers[block]
-        return block
-
 
 class Packing(Protocol):
     """Where packed blocks are kept."""
@@ -215,7 +207,7 @@ class QueueKey(NamedTuple):
 class TierContents:
     """Which blocks lie in one tier. The index alone changes it; others read it."""
 
-    __slots__ = ("_tier", "blocks", "extents", "queues")
+    __slots__ = ("_keys", "_tier", "blocks", "extents", "queues")
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -223,7 +215,9 @@ class TierContents:
         self.extents: dict[int, ExtentBlocks] = {}
         """Blocks by extent; extents without any are absent."""
         self.queues: dict[QueueKey, LeafQueue[Entry]] = {}
-        """Possible victims."""
+        """Possible victims; they are taken out by `withdraw` alone."""
+        self._keys: dict[Entry, QueueKey] = {}
+        """Of the queue that each of them is in."""
 
     @property
     def has_held(self) -> bool:
@@ -282,25 +276,19 @@ class TierContents:
 
     def withdraw(self, entry: Entry) -> bool:
         """Take a block out of the possible victims; false when it is none of them."""
-        return self._discard(entry, is_double=False) or self._discard(entry, is_double=True)
-
-    def _discard(self, entry: Entry, *, is_double: bool) -> bool:
-        key = QueueKey(entry.scope, entry.tenant, entry.priority, is_double)
-        queue = self.queues.get(key)
-        if queue is None:
+        key = self._keys.pop(entry, None)
+        if key is None:
             return False
-        was_queued = queue.discard(entry)
+        queue = self.queues[key]
+        queue.discard(entry)
         if not queue:
             del self.queues[key]
-        return was_queued
+        return True
 
     def queue_of(self, entry: Entry) -> LeafQueue[Entry] | None:
         """The queue that has a block; None where it is no possible victim."""
-        for is_double in (False, True):
-            queue = self.queues.get(QueueKey(entry.scope, entry.tenant, entry.priority, is_double))
-            if queue is not None and entry in queue:
-                return queue
-        return None
+        key = self._keys.get(entry)
+        return None if key is None else self.queues[key]
 
     def use_s(self, entry: Entry) -> float:
         """When a block was used last, as that counts here."""
@@ -308,9 +296,12 @@ class TierContents:
 
     def offer(self, entry: Entry) -> QueueKey:
         """Put a block among the possible victims; whether it is one is checked when it comes up."""
-        is_double = entry.level < self._tier.level
-        self._discard(entry, is_double=not is_double)
-        key = QueueKey(entry.scope, entry.tenant, entry.priority, is_double)
+        is_double, known = entry.level < self._tier.level, self._keys.get(entry)
+        if known is not None:
+            if known.is_double == is_double:
+                return known
+            self.withdraw(entry)
+        key = self._keys[entry] = QueueKey(entry.scope, entry.tenant, entry.priority, is_double)
         queue = self.queues.get(key)
         if queue is None:
             queue = self.queues[key] = LeafQueue(self.use_s)

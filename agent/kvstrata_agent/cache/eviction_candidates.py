@@ -118,12 +118,11 @@ class TierCandidates:
     def _first(self) -> Entry | None:
         """Take out what goes first, a leaf or not; None when nothing is left."""
         if self._returns is None:
-            queue = self._oldest()
-            return queue.pop() if queue is not None else None
+            return self._taken(self._oldest())
         if not any(self._contents.queues.get(key) for key in self._keys):
             return None
         if self._may_have_aged and (aged := self._aged()) is not None:
-            entry = aged.pop()
+            entry = self._taken(aged)
             if entry is not None:
                 self.worths[entry] = SET_BACK
             return entry
@@ -133,6 +132,13 @@ class TierCandidates:
         self._contents.withdraw(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
         self._run = entry.mark
+        return entry
+
+    def _taken(self, queue: LeafQueue[Entry] | None) -> Entry | None:
+        """Take the least recently used block of a queue out."""
+        entry = queue.oldest() if queue is not None else None
+        if entry is not None:
+            self._contents.withdraw(entry)
         return entry
 
     def _aged(self) -> LeafQueue[Entry] | None:

@@ -342,6 +342,18 @@ def test_where_a_chain_came_down_its_end_alone_may_leave() -> None:
     played(play)
 
 
+def test_what_nothing_continues_any_more_may_leave() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1, 2, 3)
+        await engine.push_down()
+        node = engine.core.node
+        node.drop_block(block(engine, 3), "dropped")
+        contents = node.contents(node.tiers[1])
+        assert [contents.queue_of(block(engine, n)) is not None for n in (1, 2)] == [False, True]
+
+    played(play)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_copies_of_what_memory_has_do_not_hide_a_leaf_from_a_small_sample(
     seed: int, monkeypatch: pytest.MonkeyPatch
