@@ -301,7 +301,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         for entry in node.index:
             for number, residence in enumerate(entry.residences):
                 if number or not node.index.blockers(entry, entry.level):
-                    assert node.contents(residence.tier).queue_of(entry) is not None, (entry, residence.tier.name)
+                    assert node.contents(residence.tier).is_queued(entry), (entry, residence.tier.name)
 
     def teardown(self) -> None:
         if hasattr(self, "core"):

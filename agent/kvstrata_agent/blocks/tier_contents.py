@@ -285,10 +285,9 @@ class TierContents:
             del self.queues[key]
         return True
 
-    def queue_of(self, entry: Entry) -> LeafQueue[Entry] | None:
-        """The queue that has a block; None where it is no possible victim."""
-        key = self._keys.get(entry)
-        return None if key is None else self.queues[key]
+    def is_queued(self, entry: Entry) -> bool:
+        """True where a block is a possible victim."""
+        return entry in self._keys
 
     def use_s(self, entry: Entry) -> float:
         """When a block was used last, as that counts here."""
@@ -310,10 +309,10 @@ class TierContents:
 
     def age(self, entry: Entry) -> None:
         """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
-        queue = self.queue_of(entry)
-        if queue is not None:
-            queue.discard(entry)
-            queue.push(entry)
+        key = self._keys.get(entry)
+        if key is not None:
+            self.queues[key].discard(entry)
+            self.queues[key].push(entry)
 
     def residents(self) -> Iterator[Entry]:
         """All blocks that are here now, in no order, an extent at a time; they may be taken out meanwhile."""

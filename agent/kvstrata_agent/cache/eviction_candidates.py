@@ -13,14 +13,14 @@ from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 from kvstrata_agent.policy.priority import felt_use_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from random import Random
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.returns import Returns, Worth
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.blocks.tier_contents import LeafQueue
+    from kvstrata_agent.blocks.tier_contents import LeafQueue, QueueKey, TierContents
     from kvstrata_api.blocks import ScopeId
 
 
@@ -57,6 +57,29 @@ class EvictionRequest:
     fate: Fate = Fate.DEMOTE_OR_DROP
 
 
+class _Sample:
+    """Leaves, and as many doubles, by chance; all where there are no more. A plan begins with none: `DRAWN` then.
+
+    Of a chain one block is a leaf, but each that a faster tier has too is a double: drawn together, they would crowd
+    the leaves out. It refers to no plan, which would keep all that it looked at until a collection of garbage.
+    """
+
+    def __init__(self, contents: TierContents, keys: Iterable[QueueKey], returns: Returns | None) -> None:
+        self._contents = contents
+        self._keys = keys
+        self._returns = returns
+        self._has_drawn = False
+
+    def __call__(self, count: int) -> Sequence[Entry]:
+        assert self._returns is not None
+        if not self._has_drawn:
+            self._has_drawn, count = True, max(count, DRAWN)
+        queues, random = self._contents.queues, self._returns.random
+        doubles = [queue for key in self._keys if key.is_double and (queue := queues.get(key))]
+        leaves = [queue for key in self._keys if not key.is_double and (queue := queues.get(key))]
+        return [*_drawn(leaves, count, random), *_drawn(doubles, count, random)]
+
+
 class TierCandidates:
     """Implements `policy.eviction.Candidates` over the part of a tier that a request names.
 
@@ -81,14 +104,15 @@ class TierCandidates:
         self._pushed: set[Entry] = set()
         """Blocks that the planner put in: their children are victims of the same plan."""
         self._returns = returns
-        self._has_drawn = False
         self.worths: dict[Entry, float] = {}
         """Uses for each second held of what was taken, where the least worth goes first."""
         self._may_have_aged = True
         """False once no leaf is left that goes before all others; then the sample decides."""
         self._run = UNMARKED
         """Mark of the block that was taken last."""
-        self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
+        self._victims: Victims[Entry, Worth] = Victims(
+            _Sample(self._contents, self._keys, returns), self._contents.is_queued
+        )
 
     def pop(self) -> Entry | None:
         """Take the leaf that goes first; entries that are no leaf (any more) are left out on the way."""
@@ -112,7 +136,7 @@ class TierCandidates:
             queue = self._oldest()
             entry = queue.oldest() if queue is not None else None
             return (entry, 0.0) if entry is not None and self.is_free(entry) else None
-        least = self._victims.least(lambda e: self.is_free(e) and self._is_queued(e))
+        least = self._victims.least(lambda e: self.is_free(e) and self._contents.is_queued(e))
         return (least[0], least[1][0]) if least is not None else None
 
     def _first(self) -> Entry | None:
@@ -148,23 +172,6 @@ class TierCandidates:
             if entry is not None and self._contents.use_s(entry) <= 0.0:
                 return queue
         return None
-
-    def _is_queued(self, entry: Entry) -> bool:
-        return self._contents.queue_of(entry) is not None
-
-    def _draw(self, count: int) -> Sequence[Entry]:
-        """Leaves, and as many doubles, by chance; all where there are no more. A plan begins with none: `DRAWN` then.
-
-        Of a chain one block is a leaf, but each that a faster tier has too is a double: drawn together, they would
-        crowd the leaves out.
-        """
-        assert self._returns is not None
-        if not self._has_drawn:
-            self._has_drawn, count = True, max(count, DRAWN)
-        queues, random = self._contents.queues, self._returns.random
-        doubles = [queue for key in self._keys if key.is_double and (queue := queues.get(key))]
-        leaves = [queue for key in self._keys if not key.is_double and (queue := queues.get(key))]
-        return [*_drawn(leaves, count, random), *_drawn(doubles, count, random)]
 
     def _queues(self) -> list[LeafQueue[Entry]]:
         """Those of the wanted queues that hold anything."""

@@ -1,7 +1,6 @@
 """What leaves memory first: what requests and hints have shown to be of least use, where the pool asks for that."""
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -334,10 +333,10 @@ def test_where_a_chain_came_down_its_end_alone_may_leave() -> None:
     async def play(engine: Engine) -> None:
         low = await low_and_old(engine, 1, 8)
         contents = engine.core.node.contents(low)
-        assert [contents.queue_of(block(engine, n)) is not None for n in range(1, 9)] == [False] * 7 + [True]
-        assert all(contents.queue_of(block(engine, n)) for n in range(101, 101 + SLOTS - 4)), "memory has them too"
+        assert [contents.is_queued(block(engine, n)) for n in range(1, 9)] == [False] * 7 + [True]
+        assert all(contents.is_queued(block(engine, n)) for n in range(101, 101 + SLOTS - 4)), "memory has them too"
         await requested(engine, "longer", "chat", 9)
-        assert contents.queue_of(block(engine, 8)) is None
+        assert not contents.is_queued(block(engine, 8))
 
     played(play)
 
@@ -349,7 +348,7 @@ def test_what_nothing_continues_any_more_may_leave() -> None:
         node = engine.core.node
         node.drop_block(block(engine, 3), "dropped")
         contents = node.contents(node.tiers[1])
-        assert [contents.queue_of(block(engine, n)) is not None for n in (1, 2)] == [False, True]
+        assert [contents.is_queued(block(engine, n)) for n in (1, 2)] == [False, True]
 
     played(play)
 
@@ -435,7 +434,6 @@ def test_blocks_that_were_packed_are_asked_for_like_others() -> None:
         index = engine.core.node.index
         index._in_use_max = 0
         engine.clock.now_s += 60.0
-        gc.collect()  # What an eviction looked at refers to its blocks until then.
         index.pack(engine.clock.now_s)
         assert index.blocks(SCOPE).packed > 0
         await asked(engine, *range(1, 9))
