@@ -95,15 +95,18 @@ class _Block:
         }
 
 
-@lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
-    """The driver's library. Raises `OSError` where there is none."""
-    return ctypes.CDLL("libcuda.so.1")
+@lru_cache(maxsize=2)
+def _library(soname: str) -> ctypes.CDLL:
+    """A library that torch has loaded, or could. Raises `RuntimeError` where there is none."""
+    try:
+        return ctypes.CDLL(soname)
+    except OSError as e:
+        raise RuntimeError(f"{soname}: {e}") from e
 
 
 def _call(name: str, *arguments: Any) -> None:
     """Call the driver. Raises `RuntimeError` with its own words where it fails."""
-    driver = _driver()
+    driver = _library("libcuda.so.1")
     if code := getattr(driver, name)(*arguments):
         said = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(said))
@@ -182,10 +185,9 @@ def _unmap(index: int, address: ctypes.c_ulonglong, size: ctypes.c_size_t) -> No
         _call("cuMemAddressFree", address, size)
 
 
-@lru_cache(maxsize=1)
-def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded, by its soname. Raises `OSError` where there is none."""
-    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+def runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch is built for. Raises `RuntimeError` where it is not to be found."""
+    return _library(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
 _EITHER_WAY: Final = 4
@@ -198,8 +200,9 @@ def start_copy(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
     A few microseconds, while `Tensor.copy_` takes tens for its own bookkeeping. Raises `RuntimeError`.
     """
     at, of, size = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(len(target))
-    if code := _runtime().cudaMemcpyAsync(at, of, size, _EITHER_WAY, ctypes.c_void_p(stream)):
-        _runtime().cudaGetLastError()  # Else torch's next call would report it.
+    library = runtime()
+    if code := library.cudaMemcpyAsync(at, of, size, _EITHER_WAY, ctypes.c_void_p(stream)):
+        library.cudaGetLastError()  # Else torch's next call would report it.
         raise RuntimeError(f"cudaMemcpyAsync: error {code}")
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: make setup")
 
 import torch
 
-from kvstrata_native.devices import EMULATED, allocate_host, block_sum, block_sums, open_host, packed
+from kvstrata_native.devices import EMULATED, _library, allocate_host, block_sum, block_sums, open_host, packed
 
 pytestmark = pytest.mark.unit
 
@@ -75,3 +75,8 @@ def test_memory_that_cannot_be_mapped_is_refused_with_its_size() -> None:
 
     with pytest.raises(RuntimeError, match="1048576 B cannot be mapped"):
         open_host(made.fd, 1 << 20)
+
+
+def test_a_library_that_is_not_there_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"libnothing\.so\.9"):
+        _library("libnothing.so.9")

@@ -36,7 +36,16 @@ from kvstrata_api.errors import (
     UnsupportedError,
 )
 from kvstrata_native import copy, copy_digests, copy_threads
-from kvstrata_native.devices import SUM_BYTES, Allocation, allocate_cuda, allocate_host, block_sum, packed, start_copy
+from kvstrata_native.devices import (
+    SUM_BYTES,
+    Allocation,
+    allocate_cuda,
+    allocate_host,
+    block_sum,
+    packed,
+    runtime,
+    start_copy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,7 +180,7 @@ def _done() -> None:
 def open_queues(device: str) -> tuple[DeviceQueue, ...]:
     """Queues of all CUDA devices for `cuda`, or of the double for `cpu`.
 
-    Raises `UnsupportedError` where torch sees no device, and for any other name.
+    Raises `UnsupportedError` where torch sees no device or has no runtime, and for any other name.
     """
     if device == DOUBLE:
         return (HostQueue(),)
@@ -179,6 +188,10 @@ def open_queues(device: str) -> tuple[DeviceQueue, ...]:
         raise UnsupportedError(f"HBM tier: device {device!r}: must be 'cuda', or {DOUBLE!r} as a double")
     if not torch.cuda.is_available():
         raise UnsupportedError("HBM tier: torch sees no CUDA device; install the driver and the `cuda` extra")
+    try:
+        runtime()
+    except RuntimeError as e:
+        raise UnsupportedError(f"HBM tier: {e}: install torch with the CUDA runtime that it asks for") from e
     return tuple(CudaQueue(index) for index in range(torch.cuda.device_count()))
 
 

@@ -200,6 +200,13 @@ def test_other_devices_than_those_of_cuda_are_refused() -> None:
         open_queues("meta")
 
 
+def test_a_torch_without_its_runtime_is_refused_by_the_runtimes_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "9.9")
+    with pytest.raises(UnsupportedError, match=r"libcudart\.so\.9"):
+        open_queues("cuda")
+
+
 async def test_memory_is_cleared_before_anybody_else_may_have_it() -> None:
     queue = LateQueue()
     tier = HbmTier([queue], MIB, threads=1)
