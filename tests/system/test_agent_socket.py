@@ -311,7 +311,7 @@ class Raw:
 def test_a_long_life_maps_no_more_extents_than_there_are(agent: AgentThread) -> None:
     with Client.attach(target(agent, "a"), strict=True) as client:
         own = ScopeId("tenant/a/uid-a/v1")
-        for seed in range(1, 60):
+        for seed in range(1, 160):
             scope = (SHARED, own)[seed % 2]
             put(client, keys_of(client, scope, 24, seed), seed=seed)  # As many as a busy machine makes room for.
         link = client._link
