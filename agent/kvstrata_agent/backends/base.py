@@ -375,8 +375,8 @@ class LendingBackend(TierBackend, Protocol):
     def lend(self, extent: int, borrower: int) -> int:
         """Descriptor of an extent for a connection; it stays ours.
 
-        What it lent is cleared when it is released, and freed once every borrower has given it back: a driver must not
-        take back what others have open. Raises `KeyError` once the extent has gone.
+        What it lent is cleared when it is released, and freed once every borrower has given it back: until then it is
+        memory of the device that somebody has open. Raises `KeyError` once the extent has gone.
         """
 
     def give_back(self, borrower: int, extents: Sequence[int] | None = None) -> None:
