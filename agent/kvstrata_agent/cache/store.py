@@ -16,7 +16,7 @@ from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
+from kvstrata_agent.policy.admission import AdmissionInputs, passing_bytes
 from kvstrata_agent.policy.quota import OverQuota
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
@@ -348,12 +348,16 @@ class Writer:
         self._admit(entries, reservations[0].tier, session.turns if session else 0)
 
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
-        policy = self._node.spec.policy
-        high_ratio = policy.eviction.high_watermark_percent / 100
-        has_lower = not self._node.is_lowest(tier)
-        choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns, has_lower))
-        if choice.admission is Admission.DEMOTE:
-            self._archiver.demote_soon(self._written(entries, tier), Priority.DEMOTE)
+        policy, backend, has_lower = self._node.spec.policy, tier.backend, not self._node.is_lowest(tier)
+        sizes = [sum(copy.slot.size_bytes for copy in entry.residences if copy.tier is tier) for entry in entries]
+        high_bytes = backend.capacity_bytes * policy.eviction.high_watermark_percent // 100
+        facts = AdmissionInputs(policy.admission.type, sum(sizes), backend.used_bytes, high_bytes, turns, has_lower)
+        down_bytes, first = passing_bytes(facts), len(entries)
+        while down_bytes > 0 and first:
+            first -= 1
+            down_bytes -= sizes[first]
+        if first < len(entries):
+            self._archiver.demote_soon(self._written(entries[first:], tier), Priority.DEMOTE)
 
     def _written(self, entries: Sequence[Entry], tier: Tier) -> list[Entry]:
         """What is sent down at once: not what would be declined when it leaves memory, which is counted then."""

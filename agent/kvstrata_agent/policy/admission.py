@@ -11,7 +11,6 @@ bytes. Reading again is for finding such a writer early: a defect in an engine's
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -97,55 +96,38 @@ def _bin(chance: float) -> int:
     return min(_BINS - 1, int(chance * _BINS))
 
 
-class Admission(StrEnum):
-    """What happens to a block right after its publication."""
-
-    KEEP = "keep"
-    """It stays in memory until the watermark."""
-    DEMOTE = "demote"
-    """It is copied to a slower tier at once and is the first to leave memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionInputs:
-    """Measured facts about one published block."""
+    """Measured facts about blocks that were published together."""
 
     policy: str
     """`Always`, `Auto` or `Never`, of the pool."""
-    fill_ratio: float
-    """Used over capacity of the memory tier."""
-    high_ratio: float
-    """High watermark of the pool, 0 to 1."""
+    new_bytes: int
+    used_bytes: int
+    """Of the memory tier, with what is new."""
+    high_bytes: int
+    """Its high watermark."""
     session_turns: int
-    """Times that the block's session came back; 0 for a first turn and for blocks of no session."""
+    """Times that the blocks' session came back; 0 for a first turn and for blocks of no session."""
     has_lower: bool
     """A slower tier takes blocks now."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionChoice:
-    """The choice and why."""
+def passing_bytes(inputs: AdmissionInputs) -> int:
+    """Bytes at the end of what is new that are copied to a slower tier at once and are the first to leave memory.
 
-    admission: Admission
-    reason: str
-
-
-def admit(inputs: AdmissionInputs) -> AdmissionChoice:
-    """Keep blocks of sessions that came back; under pressure send first-turn blocks down (most are used once).
-
-    With nothing below, the first to leave memory would be lost: new blocks would go before ones that are idle for long.
+    Blocks of sessions that came back stay until the watermark. Of first turns, most of which are used once, what lies
+    above the watermark goes, and no more: else a prompt that comes as one would never stay where others do that came in
+    pieces. With nothing below, the first to leave memory would be lost: new blocks would go before ones that are idle
+    for long.
     """
-    if not inputs.has_lower:
-        return AdmissionChoice(Admission.KEEP, "no slower tier takes blocks")
-    if inputs.policy == "Always":
-        return AdmissionChoice(Admission.KEEP, "policy Always")
+    if not inputs.has_lower or inputs.policy == "Always":
+        return 0
     if inputs.policy == "Never":
-        return AdmissionChoice(Admission.DEMOTE, "policy Never")
+        return inputs.new_bytes
     if inputs.session_turns > 0:
-        return AdmissionChoice(Admission.KEEP, "session came back")
-    if inputs.fill_ratio <= inputs.high_ratio:
-        return AdmissionChoice(Admission.KEEP, "room below the high watermark")
-    return AdmissionChoice(Admission.DEMOTE, "first turn above the high watermark")
+        return 0
+    return min(inputs.new_bytes, max(0, inputs.used_bytes - inputs.high_bytes))
 
 
 def must_check(written: int, *, has_erred: bool) -> bool:

@@ -252,10 +252,18 @@ class _Oldest(LeafLru):
         """Of those that may leave, which are offered when they come to; of all leaves, where none may."""
         while self._heap:
             rank, run = self._heap[0]
-            if self.rank[run] == rank and self._owner.may_leave(self.cache, run):
+            may_leave = self.rank[run] == rank and self._owner.may_leave(self.cache, run)
+            if may_leave and (rank >= 0 or self._owner.is_passing(self.cache, run)):
                 return run
             heappop(self._heap)
+            if may_leave:  # What was only passing through has left.
+                self.rank[run] += _BEFORE_ALL
+                self.became_leaf(run)
         return min(self.cache.leaves, key=self.rank.__getitem__)
+
+    def blocks_of(self, run: int) -> int:
+        """What is only passing through, or all that is there."""
+        return self._owner.passing_blocks(self.cache, run) or super().blocks_of(run)
 
     def became_leaf(self, run: int) -> None:
         """It may leave, if it is one."""
@@ -279,7 +287,7 @@ class _Least:
         def may_leave(run: int) -> bool:
             return level.is_leaf(run) or owner.is_double(level, run)
 
-        self._victims: Victims[int, float] = Victims(drawn, may_leave)
+        self._victims: Victims[int, tuple[float, float]] = Victims(drawn, may_leave)
 
     def arrive(self, number: int, path: Sequence[int], matched_blocks: int) -> None:
         """Nothing: all levels learn together."""
@@ -295,13 +303,18 @@ class _Least:
         return self._chosen
 
     def blocks_of(self, run: int) -> int:
-        """The last block of a chain alone; then the rest of its run, judged anew."""
-        if not self._owner.reuse.is_tail(run) or self._level.held[run] == 1:
+        """The last block of a chain alone, and what is only passing through; then the rest of its run, judged anew."""
+        owner, held = self._owner, self._level.held[run]
+        is_tail, passing = owner.reuse.is_tail(run), owner.passing_blocks(self._level, run)
+        leaving = 1 if is_tail else passing
+        if not 0 < leaving < held:
             return sys.maxsize
-        self._owner.reuse.cut(run)
+        if is_tail:
+            owner.reuse.cut(run)
         self._victims.taken()
-        self._offer(run)
-        return 1
+        self._chosen = 0
+        self._victims.offer(run, (owner.worth(run), owner.used_s[run]) if leaving >= passing else self._worth(run))
+        return leaving
 
     def became_leaf(self, run: int) -> None:
         """It competes, again where only copies of it have left."""
@@ -321,11 +334,15 @@ class _Least:
         if self._level.is_leaf(run):
             self._victims.offer(run, self._worth(run))
 
-    def _worth(self, run: int) -> float:
-        """What does not lie in the tier, or is on its way, is taken last, and what is only passing through first."""
-        if run == self._owner.arriving or not self._owner.lies_in(self._level, run):
-            return inf
-        return -1.0 if self._owner.is_passing(self._level, run) else self._owner.worth(run)
+    def _worth(self, run: int) -> tuple[float, float]:
+        """Of equals the least recently used goes first.
+
+        What does not lie in the tier, or is on its way, is taken last, and what is only passing through first.
+        """
+        owner = self._owner
+        if run == owner.arriving or not owner.lies_in(self._level, run):
+            return inf, 0.0
+        return -1.0 if owner.is_passing(self._level, run) else owner.worth(run), owner.used_s[run]
 
 
 class _Pollution:
@@ -403,8 +420,8 @@ class Ours(Tiers):
         self._is_lru = rules.eviction == "LeafLRU"
         self._cascades = rules.placement == "Cascade"
         self._sends_down = rules.has_admission
-        self._passing: dict[int, Cache] = {}
-        """Runs that were sent down on arrival and not used since, with the level that they leave first."""
+        self._passing: dict[int, tuple[Cache, int]] = {}
+        """Runs whose end leaves a level first, as nobody used it since it came: the level, and blocks before that."""
         self._pollution = _Pollution(len(trace.lengths))
         self._is_declining = False
         """While what is not worth a write leaves."""
@@ -459,7 +476,7 @@ class Ours(Tiers):
         super().used(number, path, now_s)
 
     def insert(self, path: Sequence[int]) -> None:
-        """What is new goes down at once where memory is above its high watermark (`policy.admission.admit`)."""
+        """What of a first turn lies above the high watermark of memory goes down (`policy.admission.passing_bytes`)."""
         known = self.levels[-1].held
         new = [(run, self.levels[0].lengths[run] - known[run]) for run in reversed(path)]
         super().insert(path)
@@ -478,7 +495,7 @@ class Ours(Tiers):
                 break
             excess -= sent
             if not self._declined(target, run, sent):
-                self._passing[run] = level
+                self._passing[run] = level, level.lengths[run] - sent
                 self.keep(target, run, sent)
 
     def _make_way(self, tier: int, last: int) -> None:
@@ -551,7 +568,12 @@ class Ours(Tiers):
 
     def is_passing(self, level: Cache, run: int) -> bool:
         """True for what leaves this level before all else."""
-        return self._passing.get(run) is level
+        return self.passing_blocks(level, run) > 0
+
+    def passing_blocks(self, level: Cache, run: int) -> int:
+        """Blocks at the end of a run that leave this level before all else."""
+        passed = self._passing.get(run)
+        return max(0, level.held[run] - passed[1]) if passed and passed[0] is level else 0
 
     def target(self, tier: int, run: int) -> int:
         """By the reuse interval, or the next slower one."""

@@ -440,3 +440,17 @@ def test_blocks_that_were_packed_are_asked_for_like_others() -> None:
         assert not set(before) & set(marks(engine, *range(1, 9)))
 
     played(play)
+
+
+def test_of_a_new_prompt_what_lies_above_the_watermark_is_the_first_to_leave() -> None:
+    async def run() -> None:
+        half = {"highWatermarkPercent": 50, "lowWatermarkPercent": 49}
+        engine = await Engine(eviction=half, admission={"type": "Auto"}).attach()
+        try:
+            await engine.store(*range(1, SLOTS - 3))
+            passing = [block(engine, n).passed is not None for n in range(1, SLOTS - 3)]
+            assert passing == [False] * (SLOTS // 2) + [True] * (SLOTS // 2 - 4)
+        finally:
+            await close(engine)
+
+    asyncio.run(run())

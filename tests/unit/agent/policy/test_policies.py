@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
+from kvstrata_agent.policy.admission import CHECK_EVERY, AdmissionInputs, must_check, passing_bytes
 from kvstrata_agent.policy.placement import (
     CopyFacts,
     CopyPath,
@@ -106,16 +106,20 @@ def test_a_block_moves_with_others_only_between_mapped_memory_and_a_medium_that_
         assert not facts.is_encoded, "what went through a codec is decoded before anybody maps it"
 
 
-@given(fill=st.floats(0, 2), high=st.floats(0.1, 1), turns=st.integers(0, 5), has_lower=st.booleans())
-def test_only_blocks_of_first_turns_are_sent_down_and_only_where_there_is_a_below(
-    fill: float, high: float, turns: int, *, has_lower: bool
+@given(
+    new=st.integers(1, 99), before=st.integers(0, 99), high=st.integers(0, 99), turns=st.integers(0, 5),
+    has_lower=st.booleans(),
+)  # fmt: skip
+def test_of_first_turns_what_is_above_the_watermark_is_sent_down_and_only_where_there_is_a_below(
+    new: int, before: int, high: int, turns: int, *, has_lower: bool
 ) -> None:
-    def is_sent_down(policy: str) -> bool:
-        return admit(AdmissionInputs(policy, fill, high, turns, has_lower)).admission is Admission.DEMOTE
+    def sent_down(policy: str) -> int:
+        return passing_bytes(AdmissionInputs(policy, new, before + new, high, turns, has_lower))
 
-    assert is_sent_down("Auto") == (has_lower and turns == 0 and fill > high)
-    assert not is_sent_down("Always")
-    assert is_sent_down("Never") == has_lower
+    above = len(range(max(before, high), before + new))
+    assert sent_down("Auto") == (above if has_lower and turns == 0 else 0)
+    assert sent_down("Always") == 0
+    assert sent_down("Never") == (new if has_lower else 0)
 
 
 @given(st.integers(0, 1 << 40))
