@@ -351,7 +351,11 @@ class Writer:
         policy, backend, has_lower = self._node.spec.policy, tier.backend, not self._node.is_lowest(tier)
         sizes = [sum(copy.slot.size_bytes for copy in entry.residences if copy.tier is tier) for entry in entries]
         high_bytes = backend.capacity_bytes * policy.eviction.high_watermark_percent // 100
-        facts = AdmissionInputs(policy.admission.type, sum(sizes), backend.used_bytes, high_bytes, turns, has_lower)
+        before = self._node.index.parent(entries[0])
+        continues = before is not None and before.use_in_s(tier) < before.used_at_s
+        facts = AdmissionInputs(
+            policy.admission.type, sum(sizes), backend.used_bytes, high_bytes, turns, has_lower, continues
+        )
         down_bytes, first = passing_bytes(facts), len(entries)
         while down_bytes > 0 and first:
             first -= 1

@@ -111,15 +111,17 @@ class AdmissionInputs:
     """Times that the blocks' session came back; 0 for a first turn and for blocks of no session."""
     has_lower: bool
     """A slower tier takes blocks now."""
+    continues_passing: bool
+    """What comes before them in their chain passes, and nobody has used it since."""
 
 
 def passing_bytes(inputs: AdmissionInputs) -> int:
     """Bytes at the end of what is new that are copied to a slower tier at once and are the first to leave memory.
 
     Blocks of sessions that came back stay until the watermark. Of first turns, most of which are used once, what lies
-    above the watermark goes, and no more: else a prompt that comes as one would never stay where others do that came in
-    pieces. With nothing below, the first to leave memory would be lost: new blocks would go before ones that are idle
-    for long.
+    above the watermark goes, and no more: else a prompt that comes as one would never stay where others do. What comes
+    in pieces has no more room than that: behind a piece that passes all does, whatever has left since. With nothing
+    below, the first to leave memory would be lost: new blocks would go before ones that are idle for long.
     """
     if not inputs.has_lower or inputs.policy == "Always":
         return 0
@@ -127,6 +129,8 @@ def passing_bytes(inputs: AdmissionInputs) -> int:
         return inputs.new_bytes
     if inputs.session_turns > 0:
         return 0
+    if inputs.continues_passing:
+        return inputs.new_bytes
     return min(inputs.new_bytes, max(0, inputs.used_bytes - inputs.high_bytes))
 
 

@@ -494,7 +494,7 @@ class Ours(Tiers):
             if sent <= 0:
                 break
             excess -= sent
-            if not self._declined(target, run, sent):
+            if not self._declined(target, run, sent, stays=True):
                 self._passing[run] = level, level.lengths[run] - sent
                 self.keep(target, run, sent)
 
@@ -582,23 +582,25 @@ class Ours(Tiers):
         found = by_reuse_interval([self._facts_of(i) for i in range(len(self.levels))], tier, self.worth(run)).target
         return tier + 1 if found is None else int(found)
 
-    def _declined(self, tier: int, run: int, blocks: int) -> int:
+    def _declined(self, tier: int, run: int, blocks: int, *, stays: bool = False) -> int:
         """Blocks of those leaving for a tier that are not worth a write, at their tail.
 
         Memory takes anything; other media what is likely to return, and what is continued by blocks that are there.
+        What is declined and `stays` where it is counts when it leaves that.
         """
         is_costly = self._sends_down and self._memories <= tier < len(self.levels)
         missing = self.missing(tier, run, blocks) if is_costly else 0
         if not missing:
             return 0
-        takes = True
+        chance = None
         if self.admission is not None:
             chance = self.reuse.return_chance(run, self._table.marks.get(run, UNMARKED), self.now_s)
-            if chance is not None:
-                self.admission.offered(run, missing, chance)
-                takes = self.admission.takes(chance)
+        takes = self.admission is None or chance is None or self.admission.takes(chance)
         is_spared = not takes or self._pollution.spares(run, self.levels[-1].held[run])
-        return missing if is_spared and not self.is_continued(tier, run) else 0
+        is_declined = is_spared and not self.is_continued(tier, run)
+        if self.admission is not None and chance is not None and not (is_declined and stays):
+            self.admission.offered(run, missing, chance)
+        return missing if is_declined else 0
 
     def _facts_of(self, tier: int) -> TierFacts:
         level = self.levels[tier]

@@ -260,8 +260,9 @@ class AdmissionPolicy(ApiModel):
     type: Literal["Always", "Auto", "Never"] = Field(
         "Auto",
         description="Always: new blocks stay in memory until it is full, and all that leaves it goes to slower tiers. "
-        "Auto: under pressure first turns go down at once; what is unlikely to return is not written to flash or an "
-        "object store, as long as that costs less than a point of the hit ratio. Never: all goes down at once.",
+        "Auto: what first turns have above the high watermark goes down at once; what is unlikely to return is not "
+        "written to flash or an object store, as long as that costs less than a point of the hit ratio. Never: all "
+        "goes down at once.",
     )
 
 

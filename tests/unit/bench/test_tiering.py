@@ -250,6 +250,18 @@ def test_what_waits_to_leave_memory_first_has_its_turn_in_the_tier_below(evictio
     assert (tiers.passing_blocks(memory, run), tiers.passing_blocks(below, run)) == (20, 0)
 
 
+@pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
+@pytest.mark.parametrize("oldest", [0, 1, 2])
+def test_of_equal_worth_the_least_recently_used_leaves(eviction: str, oldest: int) -> None:
+    """All three were used a hundred seconds ago and come in turn; ages that near each other are one."""
+    order = [oldest, (oldest + 1) % 3, (oldest + 2) % 3]
+    requests = [(0.01 * i, range(100 * n, 100 * n + 30)) for i, n in enumerate((*range(3), *order))]
+    trace = _trace(*requests, (100.0, range(400, 425)))
+    tiers, _ = _played(trace, [100, 1000], Rules(eviction, engine_levels=0, memories=1, has_admission=False))
+
+    assert [tiers.levels[0].held[trace.paths[n][0]] for n in range(3)] == [15 if n == oldest else 30 for n in range(3)]
+
+
 def test_where_nothing_is_read_again_files_keep_what_they_have_of_a_loop() -> None:
     """A loop over twice as many blocks as there is room for: whoever writes all of it finds nothing of it again."""
     trace = _trace(*((4.0 * n, range(1000 * (n % 100), 1000 * (n % 100) + 40)) for n in range(600)))

@@ -442,7 +442,10 @@ def test_blocks_that_were_packed_are_asked_for_like_others() -> None:
     played(play)
 
 
-def test_of_a_new_prompt_what_lies_above_the_watermark_is_the_first_to_leave() -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+def test_of_a_new_prompt_what_lies_above_the_watermark_is_the_first_to_leave(*, is_used: bool) -> None:
+    """Whatever pieces it comes in, and whatever has left between them."""
+
     async def run() -> None:
         half = {"highWatermarkPercent": 50, "lowWatermarkPercent": 49}
         engine = await Engine(eviction=half, admission={"type": "Auto"}).attach()
@@ -450,6 +453,15 @@ def test_of_a_new_prompt_what_lies_above_the_watermark_is_the_first_to_leave() -
             await engine.store(*range(1, SLOTS - 3))
             passing = [block(engine, n).passed is not None for n in range(1, SLOTS - 3)]
             assert passing == [False] * (SLOTS // 2) + [True] * (SLOTS // 2 - 4)
+
+            end, node = block(engine, SLOTS - 4), engine.core.node
+            eviction = node.spec.policy.eviction.model_copy(update={"high_watermark_percent": 100})
+            policy = node.spec.policy.model_copy(update={"eviction": eviction})
+            node.spec = node.spec.model_copy(update={"policy": policy})
+            if is_used:
+                end.used_at_s += 1.0
+            await engine.store(SLOTS - 3, SLOTS - 2)
+            assert [block(engine, n).passed is not None for n in (SLOTS - 3, SLOTS - 2)] == [not is_used] * 2
         finally:
             await close(engine)
 

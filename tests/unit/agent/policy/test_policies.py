@@ -108,15 +108,15 @@ def test_a_block_moves_with_others_only_between_mapped_memory_and_a_medium_that_
 
 @given(
     new=st.integers(1, 99), before=st.integers(0, 99), high=st.integers(0, 99), turns=st.integers(0, 5),
-    has_lower=st.booleans(),
+    has_lower=st.booleans(), continues=st.booleans(),
 )  # fmt: skip
 def test_of_first_turns_what_is_above_the_watermark_is_sent_down_and_only_where_there_is_a_below(
-    new: int, before: int, high: int, turns: int, *, has_lower: bool
+    new: int, before: int, high: int, turns: int, *, has_lower: bool, continues: bool
 ) -> None:
     def sent_down(policy: str) -> int:
-        return passing_bytes(AdmissionInputs(policy, new, before + new, high, turns, has_lower))
+        return passing_bytes(AdmissionInputs(policy, new, before + new, high, turns, has_lower, continues))
 
-    above = len(range(max(before, high), before + new))
+    above = new if continues else len(range(max(before, high), before + new))
     assert sent_down("Auto") == (above if has_lower and turns == 0 else 0)
     assert sent_down("Always") == 0
     assert sent_down("Never") == (new if has_lower else 0)
