@@ -96,6 +96,18 @@ TABLES: Final = (
         ),
     ),
     Table(
+        "plan",
+        "What `kvstrata plan` is off by, beside agents and engines that ran, and queues as theory has them",
+        ("", "off by"),
+        (
+            ("hits of pools on recorded workloads, points, at most", (Cell("hit_ratio_error_points"),)),
+            ("the same in the mean", (Cell("hit_ratio_error_points_mean"),)),
+            ("first tokens of a transformer, %, mean and nine quantiles", (Cell("ttft_mape", 100, 1),)),
+            ("the same by the rates of another trace", (Cell("ttft_mape_rates_of_before", 100, 1),)),
+            ("mean wait of M/D/1, %, at most", (Cell("md1_error", 100, 1),)),
+        ),
+    ),
+    Table(
         "offload",
         "What a block's work costs more through the offload interface",
         ("%", "2 MiB", "512 KiB"),
