@@ -97,7 +97,7 @@ TABLES: Final = (
     ),
     Table(
         "plan",
-        "What `kvstrata plan` is off by, beside agents and engines that ran, and queues as theory has them",
+        "What plans are off by, beside agents and engines that ran, and queues as theory has them",
         ("", "off by"),
         (
             ("hits of pools on recorded workloads, points, at most", (Cell("hit_ratio_error_points"),)),
