@@ -276,7 +276,7 @@ def test_the_socket_is_for_owner_and_group_and_a_dead_one_is_replaced(tmp_path: 
 
 
 class Raw:
-    """A client without manners: sends what it is told."""
+    """A client without manners: sends whatever it is given."""
 
     def __init__(self, agent: AgentThread, token: str = "") -> None:
         self.socket = socket.socket(socket.AF_UNIX)

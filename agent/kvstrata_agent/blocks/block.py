@@ -81,6 +81,10 @@ class Entry(msgspec.Struct, eq=False):
         is_passing = passed is not None and passed[0] is tier and passed[1] == self.used_at_s
         return 0.0 if is_passing else self.used_at_s
 
+    def is_passing(self, tier: Tier) -> bool:
+        """True where it is the first to leave for that."""
+        return self.use_in_s(tier) < self.used_at_s
+
     def residence(self, tier: Tier) -> Residence | None:
         """Return the copy in one tier, or None."""
         for residence in self.residences:

@@ -267,7 +267,7 @@ class Returns:
         policy = self._node.spec.policy.eviction.type
         known = {"policy": policy, "priority_class": entry.priority.name.lower(), "factor": entry.priority.factor}
         tier = entry.residences[0].tier if entry.residences else None
-        if tier is not None and entry.use_in_s(tier) < entry.used_at_s:
+        if tier is not None and entry.is_passing(tier):
             why = "new blocks are not admitted there now, or a hint sent it down; and nobody has used it since"
             return known | {"reason": f"first to leave {tier.name}: {why}"}
         if not self.are_followed:

@@ -352,7 +352,7 @@ class Writer:
         sizes = [sum(copy.slot.size_bytes for copy in entry.residences if copy.tier is tier) for entry in entries]
         high_bytes = backend.capacity_bytes * policy.eviction.high_watermark_percent // 100
         before = self._node.index.parent(entries[0])
-        continues = before is not None and before.use_in_s(tier) < before.used_at_s
+        continues = before is not None and before.is_passing(tier)
         facts = AdmissionInputs(
             policy.admission.type, sum(sizes), backend.used_bytes, high_bytes, turns, has_lower, continues
         )

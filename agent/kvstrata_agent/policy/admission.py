@@ -24,7 +24,7 @@ that: returns are counted late, and what is behind a missing block is of no use.
 FOLLOWED_MAX: Final = 65_536
 """Blocks that left memory and whose return is waited for: 10 MB."""
 _BINS: Final = 64
-"""Chances that are told apart."""
+"""Chances are counted in so many steps."""
 _HALF_USES: Final = 4096
 """After so many requests, all counts are halved."""
 _JUDGE_USES: Final = 16

@@ -240,7 +240,7 @@ class _Oldest(LeafLru):
     def set_ranks(self, number: int, path: Sequence[int]) -> None:
         """By the number of the request; before all that were not sent down."""
         for run in path:
-            self.rank[run] = number - (_BEFORE_ALL if self._owner.is_passing(self.cache, run) else 0)
+            self.rank[run] = number - (_BEFORE_ALL if self._owner.passing_blocks(self.cache, run) else 0)
 
     def stored(self, number: int, path: Sequence[int]) -> None:
         """All of the chain that faster tiers double may leave this one."""
@@ -253,7 +253,7 @@ class _Oldest(LeafLru):
         while self._heap:
             rank, run = self._heap[0]
             may_leave = self.rank[run] == rank and self._owner.may_leave(self.cache, run)
-            if may_leave and (rank >= 0 or self._owner.is_passing(self.cache, run)):
+            if may_leave and (rank >= 0 or self._owner.passing_blocks(self.cache, run)):
                 return run
             heappop(self._heap)
             if may_leave:  # What was only passing through has left.
@@ -303,17 +303,17 @@ class _Least:
         return self._chosen
 
     def blocks_of(self, run: int) -> int:
-        """The last block of a chain alone, and what is only passing through; then the rest of its run, judged anew."""
-        owner, held = self._owner, self._level.held[run]
-        is_tail, passing = owner.reuse.is_tail(run), owner.passing_blocks(self._level, run)
-        leaving = 1 if is_tail else passing
-        if not 0 < leaving < held:
+        """The last block of a chain alone, and what is only passing through; then the rest of its run, judged again."""
+        owner = self._owner
+        is_tail = owner.reuse.is_tail(run)
+        leaving = 1 if is_tail else owner.passing_blocks(self._level, run)
+        if not 0 < leaving < self._level.held[run]:
             return sys.maxsize
         if is_tail:
             owner.reuse.cut(run)
         self._victims.taken()
         self._chosen = 0
-        self._victims.offer(run, (owner.worth(run), owner.used_s[run]) if leaving >= passing else self._worth(run))
+        self._victims.offer(run, self._worth(run, leaving))
         return leaving
 
     def became_leaf(self, run: int) -> None:
@@ -334,15 +334,16 @@ class _Least:
         if self._level.is_leaf(run):
             self._victims.offer(run, self._worth(run))
 
-    def _worth(self, run: int) -> tuple[float, float]:
-        """Of equals the least recently used goes first.
+    def _worth(self, run: int, leaving: int = 0) -> tuple[float, float]:
+        """Of equals the least recently used goes first; of what is left when so many blocks have gone.
 
         What does not lie in the tier, or is on its way, is taken last, and what is only passing through first.
         """
         owner = self._owner
         if run == owner.arriving or not owner.lies_in(self._level, run):
             return inf, 0.0
-        return -1.0 if owner.is_passing(self._level, run) else owner.worth(run), owner.used_s[run]
+        is_passing = owner.passing_blocks(self._level, run) > leaving
+        return -1.0 if is_passing else owner.worth(run), owner.used_s[run]
 
 
 class _Pollution:
@@ -565,10 +566,6 @@ class Ours(Tiers):
             else:
                 self.note(tier, run, stored[run] - min(excess, self._doubled(tier, run)))
                 policy.became_leaf(run)
-
-    def is_passing(self, level: Cache, run: int) -> bool:
-        """True for what leaves this level before all else."""
-        return self.passing_blocks(level, run) > 0
 
     def passing_blocks(self, level: Cache, run: int) -> int:
         """Blocks at the end of a run that leave this level before all else."""

@@ -152,8 +152,8 @@ def test_what_never_returns_is_not_written_where_the_pool_leaves_that_to_the_age
 ) -> None:
     async def play(engine: Engine) -> None:
         assert await evicted(engine) == [("nvme",), never_returns]
-        told = await engine.ask(wire.WhyMiss(9, SCOPE, digest(1191)))
-        assert ("spared the write" in told.json) == (admission == "Auto")
+        answer = await engine.ask(wire.WhyMiss(9, SCOPE, digest(1191)))
+        assert ("spared the write" in answer.json) == (admission == "Auto")
 
     played(play, admission=admission)
 
@@ -309,11 +309,11 @@ def test_explain_names_the_record_that_a_block_is_judged_by() -> None:
     async def play(engine: Engine) -> None:
         await taught(engine)
         await requested(engine, "chat", "chat", 101, 102, 103)
-        told = engine.core.cache.explainer.block(*engine.key(102))["expected_reuse"]
-        assert told["policy"] == "ReuseAware"
-        assert told["uses_per_s"] > 0.0
-        assert told["point"] == "own"
-        assert told["turn"] == 0
+        known = engine.core.cache.explainer.block(*engine.key(102))["expected_reuse"]
+        assert known["policy"] == "ReuseAware"
+        assert known["uses_per_s"] > 0.0
+        assert known["point"] == "own"
+        assert known["turn"] == 0
 
     played(play)
 
