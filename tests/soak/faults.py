@@ -1,4 +1,7 @@
-"""What is done to the fleet, each as a context manager: made at its beginning, taken back at its end."""
+"""What is done to the fleet, each as a context manager: made at its beginning, taken back at its end.
+
+Nothing here waits for the fleet to be whole before `settle`: what one fault leaves may need what another took away.
+"""
 
 import contextlib
 import json
@@ -162,8 +165,6 @@ def tenant_erased(world: World, chance: Random) -> Iterator[None]:
     spec = {"spec": {"eraseRequested": asked}}
     world.cluster.kubectl("patch", "kvtenant", tenant, "--type=merge", "-p", json.dumps(spec))
     yield
-    started = f"--for=jsonpath={{.status.eraseStarted}}={asked}"
-    world.cluster.kubectl("wait", started, f"kvtenant/{tenant}", f"--timeout={START_S:.0f}s")
 
 
 FAULTS: Final[dict[str, Fault]] = {
@@ -198,6 +199,18 @@ def prepared(world: World) -> Iterator[None]:
         subprocess.run(("umount", "--lazy", str(mount)), check=True)
 
 
+def settle(world: World) -> None:
+    """Once all faults are taken back: wait until both services are up and what was asked for has begun."""
+    for name in ("operator", "metadata"):
+        world.processes.wait_ready(name, START_S)
+    for tenant in json.loads(world.cluster.kubectl("get", "kvtenants", "-o", "json"))["items"]:
+        if asked := tenant["spec"].get("eraseRequested"):
+            started = f"--for=jsonpath={{.status.eraseStarted}}={asked}"
+            world.cluster.kubectl(
+                "wait", started, f"kvtenant/{tenant['metadata']['name']}", f"--timeout={START_S:.0f}s"
+            )
+
+
 def resize(world: World) -> None:
     """Give the pool the sizes of a soak, and the disk below it."""
     world.resize(**SIZES)
@@ -229,7 +242,6 @@ def _killed(world: World, name: str) -> Iterator[None]:
     world.processes.kill(name)
     yield
     world.processes.restart(name)
-    world.processes.wait_ready(name, START_S)
 
 
 def _redis(world: World) -> int:

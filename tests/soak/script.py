@@ -97,6 +97,7 @@ class Soak:
                     while time.monotonic() < ends_s:
                         watch.look(label)
                         time.sleep(LOOK_S)
+                faults.settle(world)
                 load.sessions.add()
                 rest_s = watch.rest()
             except DemoError as e:

@@ -1,6 +1,10 @@
 """What a soak draws and judges, without a fleet."""
 
+import json
+from contextlib import ExitStack
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from soak import faults
@@ -24,6 +28,45 @@ def test_the_same_seed_draws_the_same_faults() -> None:
     one, other = deck(Random(5), "abc"), deck(Random(5), "abc")
 
     assert [next(one) for _ in range(30)] == [next(other) for _ in range(30)]
+
+
+class Services:
+    """Operator and metadata service as a soak sees them: what was done to them, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def kill(self, name: str) -> None:
+        self.done.append(("kill", name))
+
+    def restart(self, name: str) -> None:
+        self.done.append(("restart", name))
+
+    def wait_ready(self, name: str, _timeout_s: float) -> None:
+        self.done.append(("wait", name))
+
+    def kubectl(self, *argv: str) -> str:
+        if argv[0] == "wait":
+            self.done.append(("wait", argv[2]))
+        tenant = {"metadata": {"name": "alpha"}, "spec": {"eraseRequested": "soak 1"}}
+        return json.dumps({"items": [tenant, {"metadata": {"name": "beta"}, "spec": {}}]})
+
+
+@pytest.mark.parametrize("names", [("operator_killed", "metadata_killed"), ("operator_killed", "tenant_erased")])
+def test_nothing_is_waited_for_before_all_faults_are_taken_back(names: tuple[str, str]) -> None:
+    # A metadata service that starts needs a certificate, an erasure somebody who begins it: the operator.
+    services = Services()
+    world: Any = SimpleNamespace(processes=services, cluster=services)
+
+    with ExitStack() as made:
+        for name in names:
+            made.enter_context(faults.FAULTS[name](world, Random(7)))
+    before = list(services.done)
+    faults.settle(world)
+
+    assert ("restart", "operator") in before
+    assert not [name for what, name in before if what == "wait"]
+    assert services.done[len(before) :] == [("wait", "operator"), ("wait", "metadata"), ("wait", "kvtenant/alpha")]
 
 
 def life(*memory_mib: int, descriptors: int = 40, step: int = 0) -> list[Held]:
