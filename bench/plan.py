@@ -191,10 +191,9 @@ def _swept(client: Client, high_percent: int) -> None:
 
 def found_part(fleet: Fleet, trace: Trace) -> float:
     """Part of the blocks that a pool's tiers have when they are asked for, without any engine or queue."""
-    step_tokens = BATCH * trace.block_tokens
-    rules = replace(fleet.rules, engine_levels=0, memories=fleet.rules.memories - 1, step_tokens=step_tokens)
+    rules = fleet.rules.without_engine(BATCH * trace.block_tokens)
     tiers = Ours(trace, fleet.capacities(trace)[1:], lambda _tier, _blocks: True, Hints.NONE, rules)
-    return tiers.play(trace) / max(1, trace.accesses)
+    return sum(tiers.play(trace)) / max(1, trace.accesses)
 
 
 class Engine:

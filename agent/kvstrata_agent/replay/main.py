@@ -4,16 +4,17 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 from kvstrata_agent.app.standalone.manifests import manifest_of, node_tiers, parse
 from kvstrata_agent.replay.cache import Belady, LeafLru, MakePolicy, replay
 from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.planning import rules_of
 from kvstrata_agent.replay.reuse_aware import Hints, ReuseAware
+from kvstrata_agent.replay.tiers import Ours, Rules
 from kvstrata_agent.replay.traces import Found, TraceError, read_traces
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError
@@ -22,6 +23,7 @@ from kvstrata_api.units import parse_quantity
 
 PROGRAM: Final = "kvstrata replay"
 SIZES: Final = "1%,5%,10%,25%"
+ALL_TIERS: Final = "all tiers"
 POLICIES: Final = ("ReuseAware", "LeafLRU")
 """Values of `policy.eviction.type`."""
 HINTS: Final = {"none": Hints.NONE, "trace": Hints.TRACE, "engine": Hints.ENGINE}
@@ -32,7 +34,7 @@ class Size:
     """A cache to replay through."""
 
     name: str
-    """As it was asked for: `5%`, `64Gi`, or tiers of the pool."""
+    """As it was asked for, `5%` or `64Gi`, or a tier of the pool."""
     percent: int = 0
     """Of the different blocks of a trace; 0 where `size_bytes` says it."""
     size_bytes: int = 0
@@ -46,17 +48,19 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trace in one size under one policy; hits are blocks of unbroken prefixes, in percent of all asked for."""
+    """One trace in one size, tier or pool under one policy; hits are blocks of unbroken prefixes, in percent of all."""
 
     trace: str
     size: str
     blocks: int
     policy: str
     hit_percent: float
-    limit_percent: float
-    """What no policy can pass, which knows the future."""
+    limit_percent: float | None
+    """What no policy can pass, which knows the future; None of one tier of several."""
     hit_tokens: int
     asked_tokens: int
+    written_tokens: int
+    """Stored by engines, or moved there from a faster tier."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = _pool_sizes(pool) if pool else [_size(text) for text in given.sizes.split(",")]
         if not token_bytes and any(size.size_bytes for size in sizes):
             raise InvalidInputError("sizes in bytes: --token-bytes, or --layout FILE, says how many bytes a token has")
-        _print(_rows(found.traces, sizes, policies, HINTS[given.hints], token_bytes), found, given.hints)
+        rules = [replace(_rules(pool, len(sizes)), eviction=policy) for policy in policies] if pool else []
+        hints = HINTS[given.hints]
+        rows = (
+            _tier_rows(found.traces, sizes, rules, hints, token_bytes)
+            if rules
+            else _rows(found.traces, sizes, policies, hints, token_bytes)
+        )
+        _print(rows, found, given.hints)
     except (KvStrataError, OSError) as e:
         print(f"{PROGRAM}: {e}", file=sys.stderr)  # noqa: T201
         return 1
@@ -89,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         "agent's own code, in an empty cache of whole blocks. The last line is JSON. Formats are known by contents: "
         "Mooncake, Qwen-Bailian, kv-cache-tester, LMCache agents, Tree of Thoughts, libCacheSim's oracleGeneral and "
         "lcs; plain, gzip or tar, and zstd where the package zstandard is there.",
-        epilog="Tiers of a pool are taken together from the fastest on, each up to its low watermark, as one cache of "
-        "one node: what the first ones find is the share that is found there. Blocks that are in several tiers, "
-        "compression and transfers are not modelled. "
+        epilog="Tiers of a pool are those of one node, each up to its watermarks, by the pool's eviction, placement "
+        "and admission: what is found in each, what is written to it, and all of it together. Compression and "
+        "transfers are not modelled: see kvstrata plan. "
         "example: kvstrata replay trace.jsonl --sizes 5%%,64Gi --token-bytes 320Ki",
     )
     add = parser.add_argument
@@ -147,11 +158,18 @@ def _pool(path: Path, name: str) -> KVPool:
 
 
 def _pool_sizes(pool: KVPool) -> list[Size]:
-    """Tiers from the fastest on: the first one, the first two, and so on; each up to the low watermark."""
-    tiers, low_percent = node_tiers(pool), pool.spec.policy.eviction.low_watermark_percent
-    names = accumulate((tier.name for tier in tiers), lambda before, name: f"{before}+{name}")
-    sums = accumulate(tier.capacity_bytes * low_percent // 100 for tier in tiers)
-    return [Size(name, size_bytes=max(1, size_bytes)) for name, size_bytes in zip(names, sums, strict=True)]
+    """Tiers of a node from the fastest on, each up to the high watermark; without memory where nothing stays there."""
+    policy, tiers = pool.spec.policy, node_tiers(pool)
+    if policy.admission.type == "Never":
+        tiers = tuple(tier for tier in tiers if not tier.type.is_memory) or tiers
+    part = policy.eviction.high_watermark_percent
+    return [Size(tier.name, size_bytes=max(1, tier.capacity_bytes * part // 100)) for tier in tiers]
+
+
+def _rules(pool: KVPool, tiers: int) -> Rules:
+    """What a pool declares of so many of its slowest tiers."""
+    rules = rules_of(pool).without_engine()
+    return replace(rules, memories=rules.memories - (len(pool.spec.tiers) - tiers))
 
 
 def _token_bytes(given: argparse.Namespace) -> int:
@@ -195,19 +213,55 @@ def _rows(
                 yield Row(
                     trace.name, size.name, blocks, policy, outcome.hit_percent, limit_percent,
                     outcome.hit_blocks * trace.block_tokens, outcome.asked_blocks * trace.block_tokens,
+                    (outcome.asked_blocks - outcome.hit_blocks) * trace.block_tokens,
                 )  # fmt: skip
+
+
+def _tier_rows(
+    traces: Iterable[Trace], sizes: Sequence[Size], rules: Sequence[Rules], hints: Hints, token_bytes: int
+) -> Iterator[Row]:
+    """Replay through a pool's tiers: a row for each, then one for all of them."""
+    for trace in traces:
+        capacities = [size.blocks(trace, token_bytes) for size in sizes]
+        limit_percent = replay(trace, sum(capacities), Belady).hit_percent
+        asked, block_tokens = max(1, trace.accesses), trace.block_tokens
+        for rule in rules:
+            found, written = _through_tiers(trace, capacities, rule, hints)
+            tiers = list(zip([size.name for size in sizes], capacities, found, written, strict=True))
+            for name, blocks, hits, new in (*tiers, (ALL_TIERS, sum(capacities), sum(found), sum(written))):
+                limit = limit_percent if name == ALL_TIERS else None
+                yield Row(
+                    trace.name, name, blocks, rule.eviction, 100.0 * hits / asked, limit,
+                    hits * block_tokens, asked * block_tokens, new * block_tokens,
+                )  # fmt: skip
+
+
+def _through_tiers(
+    trace: Trace, capacities: Sequence[int], rules: Rules, hints: Hints
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Blocks found and written, by tier; what is found nowhere is stored in the first one."""
+    written = [0] * len(capacities)
+
+    def write(tier: int, blocks: int) -> bool:
+        written[tier] += blocks
+        return True
+
+    found = Ours(trace, capacities, write, hints, rules).play(trace)
+    written[0] += trace.accesses - sum(found)
+    return found, written
 
 
 def _print(rows: Iterable[Row], found: Found, hints: str) -> None:
     """A line for each as it comes, and all of them as JSON."""
     width = max(len(trace.name) for trace in found.traces)
     write = sys.stdout.write
-    write(f"{'TRACE':{width}}  {'SIZE':20}  {'BLOCKS':>12}  {'POLICY':10}  HITS %  LIMIT %  TOKENS FOUND\n")
+    write(f"{'TRACE':{width}}  {'SIZE':20}  {'BLOCKS':>12}  {'POLICY':10}  HITS %  LIMIT %  TOKENS FOUND, WRITTEN\n")
     done = []
     for row in rows:
+        limit = "" if row.limit_percent is None else f"{row.limit_percent:.2f}"
         write(
             f"{row.trace:{width}}  {row.size:20}  {row.blocks:>12,}  {row.policy:10}  "
-            f"{row.hit_percent:6.2f}  {row.limit_percent:7.2f}  {row.hit_tokens:,} of {row.asked_tokens:,}\n"
+            f"{row.hit_percent:6.2f}  {limit:>7}  {row.hit_tokens:,} of {row.asked_tokens:,}, {row.written_tokens:,}\n"
         )
         sys.stdout.flush()
         done.append(asdict(row))

@@ -151,33 +151,38 @@ def fleet_of(pool: KVPool, hardware: Hardware) -> Fleet:
         size_bytes = tier.capacity_per_node or tier.capacity or 1
         gpus = hardware.node_gpus if tier.capacity_per_node else hardware.fleet_gpus or hardware.node_gpus
         places.append(Place(tier.name, tier.type, size_bytes, hardware.engine.gpus / gpus, part, hardware.share))
+    policy = pool.spec.policy
+    return Fleet(
+        engine=hardware.simulated(),
+        gpus=hardware.engine.gpus,
+        kv_bytes=float(hardware.engine.kv_memory * hardware.engine.gpus),
+        places=tuple(places),
+        rules=rules_of(pool, hardware.engine.chunk_tokens),
+        recompute=policy.recompute.type,
+        high_part=policy.eviction.high_watermark_percent / 100,
+        passes_memory=policy.admission.type == "Never",
+        block_tokens=pool.spec.compatibility.block_tokens,
+        gpu_hour=hardware.gpu_hour,
+        fabric=hardware.fabric,
+    )
+
+
+def rules_of(pool: KVPool, step_tokens: int = 0) -> Rules:
+    """What a pool declares, behind an engine's own memory; engines save so many tokens at a time, 0: all at once."""
     policy, memories = pool.spec.policy, 1
-    for place in places:
-        if not place.type.is_memory and place.type is not TierType.HBM:
+    for tier in pool.spec.tiers:
+        if not tier.type.is_memory and tier.type is not TierType.HBM:
             break
         memories += 1
     eviction = policy.eviction
-    rules = Rules(
+    return Rules(
         eviction=eviction.type,
         placement=policy.placement.type,
         has_admission=policy.admission.type == "Auto",
         memories=memories,
         low_part=min(1.0, eviction.low_watermark_percent / eviction.high_watermark_percent),
         full_part=100 / eviction.high_watermark_percent,
-        step_tokens=hardware.engine.chunk_tokens,
-    )
-    return Fleet(
-        engine=hardware.simulated(),
-        gpus=hardware.engine.gpus,
-        kv_bytes=float(hardware.engine.kv_memory * hardware.engine.gpus),
-        places=tuple(places),
-        rules=rules,
-        recompute=policy.recompute.type,
-        high_part=eviction.high_watermark_percent / 100,
-        passes_memory=policy.admission.type == "Never",
-        block_tokens=pool.spec.compatibility.block_tokens,
-        gpu_hour=hardware.gpu_hour,
-        fabric=hardware.fabric,
+        step_tokens=step_tokens,
     )
 
 

@@ -40,7 +40,9 @@ class ReuseAware:
         self._table: MarkTable[int] = MarkTable()
         self._reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
         draw = random.Random(1)
-        self._victims: Victims[int, float] = Victims(
+        self._used_s = [0.0] * len(trace.lengths)
+        """When each run was used last."""
+        self._victims: Victims[int, tuple[float, float]] = Victims(
             lambda n: cache.leaves if len(cache.leaves) <= n else draw.choices(cache.leaves, k=n), cache.is_leaf
         )
 
@@ -49,6 +51,8 @@ class ReuseAware:
         self._now_s = self._trace.at_s[number]
         lengths = self._lengths
         self._reuse.begin(path, [lengths[run] for run in path], self._facts[number], self._now_s)
+        for run in path:
+            self._used_s[run] = self._now_s
 
     def stored(self, number: int, path: Sequence[int]) -> None:
         """Its own tail competes with the rest."""
@@ -82,8 +86,9 @@ class ReuseAware:
         if self._cache.is_leaf(run):
             self._victims.offer(run, self._worth(run))
 
-    def _worth(self, run: int) -> float:
-        return self._reuse.worth(run, self._table.marks[run], self._now_s)
+    def _worth(self, run: int) -> tuple[float, float]:
+        """Of equals the least recently used goes first, as in an agent."""
+        return self._reuse.worth(run, self._table.marks[run], self._now_s), self._used_s[run]
 
 
 def facts(trace: Trace, hints: Hints) -> list[RequestFacts]:

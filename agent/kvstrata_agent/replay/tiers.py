@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -104,12 +104,13 @@ class Tiers:
         for tier in (*reversed(range(saved)), *range(saved, len(self.levels))):
             self.shrink(tier)
 
-    def play(self, trace: Trace) -> int:
-        """Ask for each request's chain and use it, with no engine or queue between; returns blocks found."""
-        found = 0
+    def play(self, trace: Trace) -> list[int]:
+        """Ask for each request's chain and use it, with no engine or queue between; returns blocks found by tier."""
+        found = [0] * len(self.levels)
         for number, (path, at_s) in enumerate(zip(trace.paths, trace.at_s, strict=True)):
             self.asked(number, path, at_s)
-            found += sum(source.blocks for source in self.sources(path))
+            for source in self.sources(path):
+                found[source.tier] += source.blocks
             self.used(number, path, at_s)
         return found
 
@@ -404,6 +405,10 @@ class Rules:
     """The level that engines save to has place for so many times what it may have."""
     step_tokens: int = 0
     """Saved at a time; 0: a prompt is, whatever its length."""
+
+    def without_engine(self, step_tokens: int = 0) -> Rules:
+        """The same where nothing is found in an engine's own memory."""
+        return replace(self, engine_levels=0, memories=self.memories - self.engine_levels, step_tokens=step_tokens)
 
 
 class Ours(Tiers):

@@ -226,7 +226,7 @@ def test_what_is_new_above_the_high_watermark_goes_down(*, has_admission: bool, 
 def _played(trace: Trace, capacities: list[int], rules: Rules) -> tuple[Ours, int]:
     """Also how many blocks were found."""
     tiers = Ours(trace, capacities, _always, rules=rules)
-    return tiers, tiers.play(trace)
+    return tiers, sum(tiers.play(trace))
 
 
 @pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])

@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def pool(tmp_path: Path, eviction: str = "ReuseAware") -> Path:
-    """Tiers of 100 and 300 blocks of 512 tokens of 1 KiB, once the low watermark of half of each is kept."""
+    """Tiers of 120 and 360 blocks of 512 tokens of 1 KiB, up to the high watermark of 60 %."""
     path = tmp_path / f"{eviction}.yaml"
     path.write_text(
         f"""
@@ -75,13 +75,33 @@ def test_both_policies_decide_as_they_do_in_the_replay(capsys: pytest.CaptureFix
 def test_a_pool_gives_tiers_and_policy(
     capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path, eviction: str
 ) -> None:
-    found = rows(capsys, trace, "-f", pool(tmp_path, eviction), "--token-bytes", "1Ki")
+    dram, nvme, both = rows(capsys, trace, "-f", pool(tmp_path, eviction), "--token-bytes", "1Ki")
 
-    assert [(r["size"], r["blocks"], r["policy"]) for r in found] == [
-        ("dram", 100, eviction),
-        ("dram+nvme", 400, eviction),
+    assert [(r["size"], r["blocks"], r["policy"]) for r in (dram, nvme, both)] == [
+        ("dram", 120, eviction),
+        ("nvme", 360, eviction),
+        ("all tiers", 480, eviction),
     ]
-    assert found[0]["hit_percent"] <= found[1]["hit_percent"]
+    assert dram["hit_percent"] + nvme["hit_percent"] == pytest.approx(both["hit_percent"])
+    assert both["hit_percent"] <= both["limit_percent"]
+    assert dram["limit_percent"] is None
+    assert dram["written_tokens"] == both["asked_tokens"] - both["hit_tokens"], "what is found nowhere is stored"
+    assert nvme["hit_tokens"] > 0
+    assert nvme["written_tokens"] > 0
+
+
+def test_what_a_pool_admits_decides_what_is_written(
+    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    written = {}
+    for admission in ("Always", "Auto", "Never"):
+        manifest = pool(tmp_path)
+        manifest.write_text(manifest.read_text().replace("policy: {", f"policy: {{admission: {{type: {admission}}}, "))
+        found = rows(capsys, trace, "-f", manifest, "--token-bytes", "1Ki")
+        written[admission] = {r["size"]: r["written_tokens"] for r in found}
+
+    assert written["Auto"]["nvme"] < written["Always"]["nvme"]
+    assert set(written["Never"]) == {"nvme", "all tiers"}, "nothing stays in memory"
 
 
 def test_a_layout_says_what_a_token_takes(capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path) -> None:
