@@ -66,7 +66,9 @@ def metadata_killed(world: World, _: Random) -> Iterator[None]:
 @contextmanager
 def redis_killed(world: World, _: Random) -> Iterator[None]:
     """`kill -9` of redis-server alone."""
-    os.kill(_redis(world), signal.SIGKILL)
+    pid = _redis(world)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
     yield
 
 
@@ -244,17 +246,24 @@ def _killed(world: World, name: str) -> Iterator[None]:
     world.processes.restart(name)
 
 
-def _redis(world: World) -> int:
-    """The redis-server of this world's metadata service. Raises `DemoError` without one."""
-    mark = os.fsencode(str(world.root))
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if (entry / "comm").read_text().strip() == "redis-server" and (
-                    mark in (entry / "cmdline").read_bytes() or mark in os.fsencode((entry / "cwd").readlink())
-                ):
-                    return int(entry.name)
-    raise DemoError("the metadata service has no redis-server")
+def _redis(world: World) -> int | None:
+    """The redis-server of this world's metadata service, once there is one; None while that service is killed.
+
+    Raises `DemoError` for a service that runs and starts none.
+    """
+    mark, ends_s = os.fsencode(str(world.root)), time.monotonic() + START_S
+    while world.processes.pid("metadata") is not None:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    if (entry / "comm").read_text().strip() == "redis-server" and (
+                        mark in (entry / "cmdline").read_bytes() or mark in os.fsencode((entry / "cwd").readlink())
+                    ):
+                        return int(entry.name)
+        if time.monotonic() > ends_s:
+            raise DemoError("the metadata service has no redis-server")
+        time.sleep(0.1)  # Killed by another fault just now.
+    return None
 
 
 def _set_policy(world: World, policy: dict[str, object]) -> None:

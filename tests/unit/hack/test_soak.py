@@ -42,6 +42,9 @@ class Services:
     def restart(self, name: str) -> None:
         self.done.append(("restart", name))
 
+    def pid(self, name: str) -> int | None:
+        return None if self.done[-1:] == [("kill", name)] else 1
+
     def wait_ready(self, name: str, _timeout_s: float) -> None:
         self.done.append(("wait", name))
 
@@ -67,6 +70,17 @@ def test_nothing_is_waited_for_before_all_faults_are_taken_back(names: tuple[str
     assert ("restart", "operator") in before
     assert not [name for what, name in before if what == "wait"]
     assert services.done[len(before) :] == [("wait", "operator"), ("wait", "metadata"), ("wait", "kvtenant/alpha")]
+
+
+@pytest.mark.parametrize("fault", [faults.redis_killed, faults.redis_frozen])
+def test_the_redis_of_a_service_that_is_killed_is_killed_with_it(fault: faults.Fault) -> None:
+    services = Services()
+    world: Any = SimpleNamespace(processes=services, cluster=services, root="/nowhere")
+
+    with faults.metadata_killed(world, Random(7)), fault(world, Random(7)):
+        assert services.done == [("kill", "metadata")]
+
+    assert services.done == [("kill", "metadata"), ("restart", "metadata")]
 
 
 def life(*memory_mib: int, descriptors: int = 40, step: int = 0) -> list[Held]:
