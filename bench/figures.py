@@ -21,6 +21,7 @@ BEGIN: Final = "<!-- made by bench/figures.py: do not edit -->"
 END: Final = "<!-- end of what is made -->"
 ABSENT: Final = "-"
 """A peer that could not be had in that run."""
+WAYS: Final = ("write", "read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,22 @@ def _rate(work: str) -> tuple[Cell, ...]:
     return (Cell(f"{work}_bytes_per_s", 1e-9, 1), *(Cell(f"{work}_vs_{peer}") for peer in peers))
 
 
+def _disk(way: str, size: str) -> tuple[Cell, ...]:
+    peers = ("fio_dsync" if way == "write" else "fio", "nixl", "lmcache", "vllm")
+    return (
+        Cell(f"kvstrata_{way}_{size}_bytes_per_s", 1e-9),
+        *(Cell(f"{way}_{size}_vs_{peer}") for peer in peers),
+    )
+
+
+def _net(size: str) -> tuple[Cell, ...]:
+    return (Cell(f"kvstrata_{size}_bytes_per_s", 1e-9), *(Cell(f"read_{size}_vs_{p}") for p in ("nixl", "mooncake")))
+
+
+def _codec(name: str) -> tuple[Cell, ...]:
+    return (Cell(f"{name}_encode_vs_memcpy"), Cell(f"{name}_decode_vs_memcpy"), Cell(f"{name}_ratio"))
+
+
 def _mb(key: str) -> Cell:
     return Cell(f"{key}_bytes_per_second", 1e-6, 0)
 
@@ -70,6 +87,61 @@ TABLES: Final = (
             (f"{work} {size}", _rate(f"{work}_{size.replace(' ', '')}"))
             for size in ("256 KiB", "2 MiB", "16 MiB")
             for work in ("put", "get")
+        ),
+    ),
+    Table(
+        "nvme",
+        "The NVMe tier, every write durable and every read verified; GB/s, and how many times that of others",
+        ("", "GB/s", "fio (writes: synced)", "NIXL", "LMCache's files", "vLLM's files"),
+        tuple((f"{way} {size}", _disk(way, size.replace(" ", ""))) for size in ("256 KiB", "2 MiB") for way in WAYS),
+    ),
+    Table(
+        "remote",
+        "From one node's memory to another's, TCP on one machine, verified; GB/s, and how many times that of others",
+        ("", "GB/s", "raw NIXL", "Mooncake"),
+        tuple((size, _net(size.replace(" ", ""))) for size in ("256 KiB", "2 MiB")),
+    ),
+    Table(
+        "codec",
+        "Codecs on one core",
+        ("times memcpy", "in", "out", "times smaller"),
+        (
+            ("lossless", _codec("lossless")),
+            ("Auto, 20 permille of error", _codec("auto_20")),
+            ("Auto, 100 permille", _codec("auto_100")),
+            ("archives, 100 permille", _codec("archive_100")),
+            ("fp8", _codec("fp8")),
+            ("int8", _codec("int8")),
+            ("zstd", _codec("zstd")),
+        ),
+    ),
+    Table(
+        "policy",
+        "Hits on recorded workloads: part of the way from leaf-LRU (0) to who knows the future (1), in the mean",
+        ("", "closed"),
+        (
+            ("kvstrata, told nothing", (Cell("gap_closed_nohints_mean"),)),
+            ("kvstrata, told what the recordings say of requests", (Cell("gap_closed_tracehints_mean"),)),
+            ("kvstrata, told by engines that know their sessions", (Cell("gap_closed_enginehints_mean"),)),
+            ("token-type-aware (SAECache)", (Cell("gap_closed_token-type-aware_mean"),)),
+            ("workload-aware", (Cell("gap_closed_workload-aware_mean"),)),
+            ("T-LRU", (Cell("gap_closed_T-LRU_mean"),)),
+            ("ARC", (Cell("gap_closed_ARC_mean"),)),
+            ("GDSF", (Cell("gap_closed_GDSF_mean"),)),
+            ("W-TinyLFU", (Cell("gap_closed_W-TinyLFU_mean"),)),
+        ),
+    ),
+    Table(
+        "tiering",
+        "First tokens of simulated engines on recorded workloads, six loads each: times the best of no tiers, "
+        "write-through, an LRU cascade and fixed times to live",
+        ("less is better", "kvstrata", "everything in HBM"),
+        (
+            (
+                "99th percentile, mean of loads",
+                (Cell("p99_ttft_vs_best_peer"), Cell("limit_p99_ttft_vs_best_peer")),
+            ),
+            ("mean time, mean of loads", (Cell("mean_ttft_vs_best_peer"), Cell("limit_mean_ttft_vs_best_peer"))),
         ),
     ),
     Table(

@@ -14,13 +14,14 @@ from demo.supervised import Supervised
 
 pytestmark = pytest.mark.system
 
-UP = "import pathlib, sys, time; pathlib.Path(sys.argv[-1]).write_text('{\"turn\": 1}'); time.sleep(60)"
-ENDS = "print('no good')"
-ENDS_ONCE = (
-    "import pathlib, sys, time; ready = pathlib.Path(sys.argv[-1]); been = ready.with_suffix('.been')\n"
-    "if been.exists(): ready.write_text('{\"turn\": 2}'); time.sleep(60)\n"
-    "been.touch()"
+SAYS = (
+    "import json, pathlib, sys, time; path = pathlib.Path(sys.argv[-1]); new = path.with_suffix('.new')\n"
+    "def up(turn): new.write_text(json.dumps({'turn': turn})); new.rename(path); time.sleep(60)\n"
 )
+"""As `ready.write` does: whoever looks sees the whole of it or nothing."""
+UP = SAYS + "up(1)"
+ENDS = "print('no good')"
+ENDS_ONCE = SAYS + "been = path.with_suffix('.been')\nif been.exists(): up(2)\nbeen.touch()"
 WAIT_S = 20.0
 
 

@@ -121,8 +121,8 @@ def test_prompts_over_the_context_are_left_out() -> None:
 def test_figures_are_of_ours_over_the_best_of_the_others() -> None:
     peers = dict(zip(PEERS, (9.0, 4.0, 5.0, 6.0), strict=True))
     cells = [
-        Cell("t", "A 0.3", peers | {OURS: 2.0, LIMIT: 1.0}, peers | {OURS: 3.0}),
-        Cell("t", "C 1.0", peers | {OURS: 8.0, LIMIT: 1.0}, peers | {OURS: 3.0}),
+        Cell("t", "A 0.3", peers | {OURS: 2.0, LIMIT: 1.0}, peers | {OURS: 3.0, LIMIT: 1.0}),
+        Cell("t", "C 1.0", peers | {OURS: 8.0, LIMIT: 1.0}, peers | {OURS: 3.0, LIMIT: 1.0}),
     ]
     found = summary(cells)
 
@@ -130,6 +130,8 @@ def test_figures_are_of_ours_over_the_best_of_the_others() -> None:
     assert found["worst_p99_ttft_vs_best_peer"] == pytest.approx(2.0)
     assert found["worst_p99_ttft_vs_engine_alone"] == pytest.approx(8 / 9)
     assert found["limit_p99_ttft_vs_best_peer"] == pytest.approx(0.25)
+    assert found["mean_ttft_vs_best_peer"] == pytest.approx(0.75)
+    assert found["limit_mean_ttft_vs_best_peer"] == pytest.approx(0.25)
     assert cells[0].best_peer != ALONE
 
 
