@@ -120,15 +120,13 @@ TABLES: Final = (
         "Hits on recorded workloads: part of the way from leaf-LRU (0) to who knows the future (1), in the mean",
         ("", "closed"),
         (
-            ("kvstrata, told nothing", (Cell("gap_closed_nohints_mean"),)),
-            ("kvstrata, told what the recordings say of requests", (Cell("gap_closed_tracehints_mean"),)),
-            ("kvstrata, told by engines that know their sessions", (Cell("gap_closed_enginehints_mean"),)),
-            ("token-type-aware (SAECache)", (Cell("gap_closed_token-type-aware_mean"),)),
-            ("workload-aware", (Cell("gap_closed_workload-aware_mean"),)),
-            ("T-LRU", (Cell("gap_closed_T-LRU_mean"),)),
-            ("ARC", (Cell("gap_closed_ARC_mean"),)),
-            ("GDSF", (Cell("gap_closed_GDSF_mean"),)),
-            ("W-TinyLFU", (Cell("gap_closed_W-TinyLFU_mean"),)),
+            ("kvstrata without hints", (Cell("gap_closed_nohints_mean"),)),
+            ("kvstrata with hints that the recordings carry", (Cell("gap_closed_tracehints_mean"),)),
+            ("kvstrata with hints of engines that know their sessions", (Cell("gap_closed_enginehints_mean"),)),
+            *(
+                (peer, (Cell(f"gap_closed_{peer}_mean"),))
+                for peer in ("token-type-aware", "workload-aware", "T-LRU", "ARC", "GDSF", "W-TinyLFU")
+            ),
         ),
     ),
     Table(

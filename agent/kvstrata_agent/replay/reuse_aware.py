@@ -19,7 +19,7 @@ SOON_S: Final = 60.0
 
 
 class Hints(Enum):
-    """What the policy is told of requests."""
+    """What the policy knows of requests."""
 
     NONE = auto()
     TRACE = auto()
@@ -64,7 +64,7 @@ class ReuseAware:
         return self._victims.next(self._worth)
 
     def blocks_of(self, run: int) -> int:
-        """The last block of a chain alone; then the rest of its run, judged anew."""
+        """The last block of a chain alone; then the rest of its run, judged again."""
         if not self._reuse.is_tail(run) or self._cache.held[run] == 1:
             return sys.maxsize
         self._reuse.cut(run)
