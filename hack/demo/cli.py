@@ -1,12 +1,14 @@
 """The command line of the demo."""
 
 import argparse
+import os
 import sys
+import threading
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from rich.markup import escape
 
@@ -37,6 +39,7 @@ class Prepared:
 SESSION: Final = "ae5bc34ffaf6e553cc320e6499db0d47"
 """Eight turns of a mini-swe-agent session: 2,437 tokens at first, 4,132 at the end."""
 TURNS: Final = 7
+MODEL_THREAD: Final = "model"
 FAILURE: Final = ROOT / "build/demo-failure.txt"
 """Traceback of an error that nobody has foreseen."""
 
@@ -47,7 +50,16 @@ def main() -> None:
     is_current = given.cluster == "current"
     if given.stop is not None:
         sys.exit(stop(given.stop, is_current_cluster=is_current))
-    sys.exit(run(is_kept=given.keep, is_current_cluster=is_current, has_vllm=given.engine == "vllm"))
+    _leave(run(is_kept=given.keep, is_current_cluster=is_current, has_vllm=given.engine == "vllm"))
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit, at once where the model's thread still computes: everything else is over, and no thread can be stopped."""
+    if any(thread.name == MODEL_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,27 +117,40 @@ def _failed(report: Report, problem: str) -> int:
 
 def _play(report: Report, *, is_kept: bool, is_current_cluster: bool, has_vllm: bool) -> None:
     """Prepare the model while the cluster starts, then play the story. Raises `DemoError` and `CheckError`."""
-    with ThreadPoolExecutor(1, "model") as background:
-        preparing = background.submit(_prepare, report)
-        with World(report.step, is_current_cluster=is_current_cluster) as world:
-            try:
-                world.bring_up()
-                page = Page(world)
-                page.start()
-                _tell(report, world, preparing, has_vllm=has_vllm)
-            except (DemoError, CheckError, KvStrataError):
-                report.lines(world.complaints())
-                raise
-            report.lines(
-                world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains,kvmodelcaches").splitlines()
-            )
-            report.lines(world.absences())
-            report.lines([f"metrics of {name}: curl http://{at}/metrics" for name, at in world.metrics().items()])
-            report.lines(page.finish())
-            if not is_kept:
-                report.lines(["everything is stopped and removed now; `make demo KEEP=1` leaves it running"])
-            if is_kept:
-                _keep(report, world)
+    preparing = _beside(report)
+    with World(report.step, is_current_cluster=is_current_cluster) as world:
+        try:
+            world.bring_up()
+            page = Page(world)
+            page.start()
+            _tell(report, world, preparing, has_vllm=has_vllm)
+        except (DemoError, CheckError, KvStrataError):
+            report.lines(world.complaints())
+            raise
+        report.lines(
+            world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains,kvmodelcaches").splitlines()
+        )
+        report.lines(world.absences())
+        report.lines([f"metrics of {name}: curl http://{at}/metrics" for name, at in world.metrics().items()])
+        report.lines(page.finish())
+        if not is_kept:
+            report.lines(["everything is stopped and removed now; `make demo KEEP=1` leaves it running"])
+        if is_kept:
+            _keep(report, world)
+
+
+def _beside(report: Report) -> "Future[Prepared]":
+    """Prepare in a thread that nobody waits for when the demo is interrupted or fails before it is needed."""
+    preparing: Future[Prepared] = Future()
+
+    def prepare() -> None:
+        try:
+            preparing.set_result(_prepare(report))
+        except BaseException as e:  # noqa: BLE001  Whoever waits for the result gets it.
+            preparing.set_exception(e)
+
+    threading.Thread(target=prepare, name=MODEL_THREAD, daemon=True).start()
+    return preparing
 
 
 def _prepare(report: Report) -> "Prepared":

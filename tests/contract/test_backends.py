@@ -1,9 +1,9 @@
 """Every backend that keeps records, and device memory, against the one contract."""
 
 import asyncio
+import contextlib
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -30,9 +30,16 @@ from support.backends.contract import (
     get,
     put,
 )
-from support.runner import alone, leftovers
+from support.nursery import Nursery
+from support.runner import leftovers
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery(["support.backends.write_and_die"]) as warm:
+        yield warm
 
 
 class _RecordStoreContract(PersistentContract):
@@ -84,8 +91,8 @@ class _RecordStoreContract(PersistentContract):
         assert _segments(where) == [self.segment(kept[0])]
         assert await get(backend, *kept) == content(77)
 
-    async def test_every_block_that_was_synced_survives_kill_9(self, where: Path) -> None:
-        written = await _kill_writer_after(where, self._arguments, 60)
+    async def test_every_block_that_was_synced_survives_kill_9(self, nursery: Nursery, where: Path) -> None:
+        written = _kill_writer_after(nursery, where, self._arguments, 60)
 
         again, found = await self.recovered(where)
 
@@ -96,10 +103,12 @@ class _RecordStoreContract(PersistentContract):
                 assert await get(again, slot, made) == content(n)
         await again.close()
 
-    async def test_five_kills_in_a_row_lose_nothing_and_serve_nothing_wrong(self, where: Path) -> None:
+    async def test_five_kills_in_a_row_lose_nothing_and_serve_nothing_wrong(
+        self, nursery: Nursery, where: Path
+    ) -> None:
         last_stamp = 0
         for round_ in range(5):
-            written = await _kill_writer_after(where, self._arguments, 5 + 3 * round_)
+            written = _kill_writer_after(nursery, where, self._arguments, 5 + 3 * round_)
             again, found = await self.recovered(where)
             assert written in found
             stamp = found[written][0].stamp
@@ -119,21 +128,21 @@ def _bytes_on_disk(where: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in where.rglob("seg-*"))
 
 
-async def _kill_writer_after(where: Path, arguments: tuple[str, ...], blocks: int) -> int:
-    """Run the writer until it has reported `blocks` blocks, kill it, and return the last number it reported."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "support.backends.write_and_die", str(where), *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        env=alone.environment(),
-    )
-    assert process.stdout is not None
-    for _ in range(blocks):
-        assert await process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    rest = (await process.stdout.read()).decode()
-    await process.wait()
-    complete = rest.rpartition("\n")[0].splitlines()
-    return int(complete[-1]) if complete else blocks - 1
+def _kill_writer_after(nursery: Nursery, where: Path, arguments: tuple[str, ...], blocks: int) -> int:
+    """Let a process write until it has reported `blocks` blocks, kill it, and return the last number it reported."""
+    path, io, form, *spread = (str(where), *arguments)
+    child = nursery.start("support.backends.write_and_die:write", path=path, io=io, form=form, spread="".join(spread))
+    last = -1
+    try:
+        for _ in range(blocks):
+            last = child.channel.hear()
+        child.signal(signal.SIGKILL)
+        with contextlib.suppress(EOFError):
+            while True:
+                last = child.channel.hear()  # What it said before it died.
+    finally:
+        child.end()
+    return last
 
 
 class TestNvmeUring(_RecordStoreContract):

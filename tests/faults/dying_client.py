@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Final
 
-from faults.nursery import Channel
 from faults.raw_engine import Held, RawEngine, die
 from kvstrata_api import wire
 from kvstrata_api.blocks import pack_digests
 from kvstrata_api.wire import Reply
+from support.nursery import Channel
 
 BLOCKS: Final = 4
 PIN_S: Final = 300.0

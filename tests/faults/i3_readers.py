@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from faults.nursery import Channel
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import LeaseLostError
 from kvstrata_client.cache import PrefixCache
@@ -18,6 +17,7 @@ from kvstrata_client.prompt.chain import Tokens
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Bytes2D
 from support.agent.doubles import BLOCK_BYTES, LAYOUT
+from support.nursery import Channel
 
 BLOCKS: Final = 4
 LEASE_S: Final = 30.0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from faults.i3_readers import BLOCKS, LEASE_S, keys_of, rows_of, tokens_of
-from faults.nursery import Nursery
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
@@ -20,6 +19,7 @@ from kvstrata_client.client import Client
 from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
 from support.agent.thread import AgentThread
 from support.client.attached import attached
+from support.nursery import Nursery
 
 SLOTS: Final = 16
 WAYS: Final = ("in place", "by copy")

@@ -17,7 +17,6 @@ import numpy as np
 
 from faults import i5_peers
 from faults.dying_client import POINTS
-from faults.nursery import Nursery
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
@@ -26,6 +25,7 @@ from kvstrata_client.client import Client
 from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
 from support.agent.thread import AgentThread
 from support.client.attached import attached
+from support.nursery import Nursery
 from support.runner.outcome import Outcome, Scale
 
 SLOTS: Final = 64

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import RequestContext
@@ -40,6 +39,7 @@ from support.agent.doubles import (
     make_node,
 )
 from support.agent.doubles import secret as secret_of
+from support.nursery import Channel, Nursery
 
 BLOCKS: Final = 4
 EPOCH: Final = 7

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from faults.nursery import Child, Nursery
 from faults.raw_engine import Held, RawEngine
 from kvstrata_agent.fleet.peers import wire as peer_wire
 from kvstrata_api import wire
 from kvstrata_api.blocks import pack_digests
 from kvstrata_api.checksum import checksum
 from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID
+from support.nursery import Child, Nursery
 from support.runner import leftovers
 from support.runner.outcome import Outcome, Scale
 

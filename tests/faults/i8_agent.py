@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from faults.nursery import Channel
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.app.wiring import AgentParts
@@ -34,6 +33,7 @@ from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_node.discovery import discover
 from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, TestCodecs, caller, make_node
 from support.agent.thread import make_verbs
+from support.nursery import Channel
 
 DRAM_BYTES: Final = 1024 * BLOCK_BYTES
 NVME_BYTES: Final = 4096 * BLOCK_BYTES

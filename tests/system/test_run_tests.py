@@ -45,6 +45,9 @@ pytest_plugins = ("support.runner.leftovers", "support.runner.watchdog")
 leftovers.GRACE_S = watchdog.GRACE_S = 1.0
 """
 
+PLUGINS_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
+"""Each run is of two processes, and hypothesis alone takes as long to import as the rest."""
+
 
 def run(folder: Path, *tests: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = 2\npythonpath = {Path(__file__).parents[1]}\n")
@@ -60,7 +63,8 @@ def run(folder: Path, *tests: str, more: tuple[str, ...] = ()) -> subprocess.Com
         "test_them.py",
         *more,
     ]
-    return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    environment = os.environ | PLUGINS_ALONE
+    return subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_what_passes_passes_with_its_reasons_and_times(tmp_path: Path) -> None:

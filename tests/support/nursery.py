@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -58,12 +59,18 @@ class Child:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it and wait until its descriptors are closed."""
+        """Kill it and wait until it is gone, with its descriptors and locks."""
         self.signal(signal.SIGKILL)
         with contextlib.suppress(EOFError):
             while True:
                 self.channel.hear()
         self.channel.close()
+        end_s = time.monotonic() + WAIT_S
+        with contextlib.suppress(ProcessLookupError):  # The nursery has its children reaped as they end.
+            while time.monotonic() < end_s:
+                os.kill(self.pid, 0)
+                time.sleep(0.001)
+            raise TimeoutError(f"process {self.pid} has not ended {WAIT_S:.0f} s after it was killed")
 
 
 class Nursery:
@@ -75,7 +82,7 @@ class Nursery:
     def __enter__(self) -> Self:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        command = [sys.executable, "-m", "faults.nursery", str(theirs.fileno()), *self._modules]
+        command = [sys.executable, "-m", "support.nursery", str(theirs.fileno()), *self._modules]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
         theirs.close()
         self._socket = ours
