@@ -113,7 +113,7 @@ class Writer:
             while left := len(digests) - len(made):
                 at = len(made)
                 may_wait = not (made or has_some)  # Whoever has some can go on with those.
-                tier = await self._find_room(context, chain[at], left, deadline_s, may_wait=may_wait)
+                tier = await self._find_room(context, chain, left, deadline_s, may_wait=may_wait)
                 more = self.reserve_now(context, chain[at], digests[at:], tier) if tier is not None else ()
                 if not more:
                     break
@@ -161,22 +161,22 @@ class Writer:
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 
     async def _find_room(
-        self, context: RequestContext, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
+        self, context: RequestContext, chain: Sequence[bytes], slots: int, deadline_s: float, *, may_wait: bool
     ) -> Tier | None:
-        """Make room for what continues `parent`: a block, or up to `slots` at once.
+        """Make room for one of the last `slots` blocks of a chain, or more at once.
 
         In the fastest memory tier; where nothing can leave that now, in a slower one; where there is none either and
         the writer `may_wait`, in the fastest one again, when those have ended who hold what is there. Returns where
         it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota leaves none.
         """
         refusal: QuotaExceededError | None = None
-        tiers = self._landings()
+        tiers, before = self._landings(), chain[: len(chain) - slots]
         for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
             if refusal is not None and self._node.tenants.of(context.tenant).over_quota is not OverQuota.DEMOTE:
                 break  # A slower tier is no way around a quota, unless that is what is declared.
             want = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes, context.tenant, slots)
             try:
-                slot = await self._slot_behind(parent, want, context.owner, deadline_s, awaits_holders=i == len(tiers))
+                slot = await self._slot_behind(before, want, context.owner, deadline_s, awaits_holders=i == len(tiers))
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):
@@ -189,23 +189,26 @@ class Writer:
         return None
 
     async def _slot_behind(
-        self, parent: bytes, want: SlotRequest, owner: int, deadline_s: float, *, awaits_holders: bool
+        self, before: Sequence[bytes], want: SlotRequest, owner: int, deadline_s: float, *, awaits_holders: bool
     ) -> SlotRef:
-        """Take a slot, in place of the block that is continued only where nothing else can leave.
+        """Take a slot, never in place of the block that is continued.
 
         As a leaf it may be the first to leave, and without it nobody finds what follows. Where a slower tier takes
         blocks it is not lost by that.
         """
-        pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
-        copy = entry.residence(want.tier) if entry is not None else None
-        if entry is not None and copy is not None and self._node.is_lowest(want.tier):
-            pin = pins.grant(owner, entry, copy, deadline_s)
-            try:
-                return await self._room.reserve(want, deadline_s)
-            except TierFullError:
-                pass
-            finally:
-                pins.end(owner, [pin.id])
+        pins, index = self._node.pins, self._node.index
+        if not self._node.is_lowest(want.tier):
+            return await self._room.reserve(want, deadline_s, awaits_holders=awaits_holders)
+        awaits_holders = awaits_holders and self._node.holds(want.tier)
+        for digest in reversed(before):  # The last ones may be reserved and not there yet.
+            entry = index.find(want.scope, digest)
+            copy = entry.residence(want.tier) if entry is not None else None
+            if entry is not None and copy is not None:
+                pin = pins.grant(owner, entry, copy, deadline_s)
+                try:
+                    return await self._room.reserve(want, deadline_s, awaits_holders=awaits_holders)
+                finally:
+                    pins.end(owner, [pin.id])
         return await self._room.reserve(want, deadline_s, awaits_holders=awaits_holders)
 
     def _landings(self) -> list[Tier]:

@@ -318,10 +318,21 @@ async def test_a_failing_lower_tier_costs_blocks_but_no_writer(core: AgentParts)
     nvme.backend.fails_writes = True
 
     for n in range(1, 41):
-        assert await store(core, [n], digest(n - 1) if n > 1 else b"") == bytes([PUBLISHED])
+        assert await store(core, [n], digest(n - 1) if n % 4 != 1 else b"") == bytes([PUBLISHED])
 
     assert nvme.backend.used_bytes == 0
     assert nvme.last_error == "No space left on device"
+
+
+async def test_where_nothing_is_below_no_chain_loses_its_end_to_what_continues_it() -> None:
+    core = make_core([dram_tier(SLOTS * BLOCK_BYTES)], Clock())
+    await store(core, range(1, SLOTS - 1))
+    made, refusal, _ = await core.cache.writer.reserve(place(), digest(SLOTS - 2), [digest(n) for n in range(15, 19)])
+
+    assert len(made) == 2
+    assert "2 blocks were refused" in refusal
+    assert all(core.node.index.find(SCOPE, digest(n)) for n in range(1, SLOTS - 1))
+    await core.close()
 
 
 async def test_a_message_that_comes_twice_or_late_is_carried_out_once(core: AgentParts) -> None:

@@ -16,7 +16,7 @@ from kvstrata_agent.policy.expected_reuse import Victims
 from kvstrata_agent.policy.pathology import Sign
 from kvstrata_api import wire
 from kvstrata_api.checksum import checksum
-from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest
+from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest, dram_tier
 from support.agent.engine import SLOTS, Engine, close
 
 pytestmark = pytest.mark.unit
@@ -32,14 +32,19 @@ def played(
     placement: str = "ReuseInterval",
     cxl_slots: int = 0,
     admission: str = "Always",
+    *,
+    is_memory_all: bool = False,
 ) -> None:
+    """With `is_memory_all` no tier is below it."""
+
     async def run() -> None:
         policy: dict[str, Any] = {
             "eviction": {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99},
             "placement": {"type": placement},
             "admission": {"type": admission},
         }
-        engine = await Engine(cxl_slots=cxl_slots, **policy).attach()
+        tiers = [dram_tier(SLOTS * BLOCK_BYTES)] if is_memory_all else None
+        engine = await Engine(cxl_slots=cxl_slots, tiers=tiers, **policy).attach()
         try:
             await play(engine)
         finally:
@@ -107,6 +112,20 @@ def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
         assert not any(in_memory(engine, *range(201, 201 + SHORT)))
 
     played(play)
+
+
+@pytest.mark.parametrize("eviction", ["ReuseAware", "LeafLRU"])
+def test_a_prompt_longer_than_the_only_tier_keeps_its_beginning(eviction: str) -> None:
+    async def play(engine: Engine) -> None:
+        numbers = range(1, 3 * SLOTS + 1)
+        await asked(engine, *numbers)
+        for first in range(1, 3 * SLOTS + 1, 5):
+            if len(await engine.store(*range(first, min(first + 5, 3 * SLOTS + 1)))) < 5:
+                break
+
+        assert in_memory(engine, *numbers) == [n <= SLOTS for n in numbers]
+
+    played(play, eviction, is_memory_all=True)
 
 
 def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
