@@ -53,6 +53,15 @@ def test_every_page_is_in_one_chapter_of_the_site() -> None:
     assert sorted(listed) == [page.as_posix() for page in docs_build.pages()]
 
 
+def test_every_decision_is_in_the_list_of_decisions_once() -> None:
+    folder = docs_build.ROOT / "docs/decisions"
+    listed = (folder / "README.md").read_text()
+
+    found = {file.name: listed.count(f"]({file.name})") for file in folder.glob("[0-9]*.md")}
+    assert found
+    assert {name: count for name, count in found.items() if count != 1} == {}
+
+
 def test_a_list_after_a_paragraph_gets_an_empty_line_and_nothing_else_does() -> None:
     text = "words:\n- a\n- b\n  more of b\n- c\n\n1. one\n\n```\nwords\n- code\n```\n| t |\n"
 
