@@ -49,7 +49,7 @@ DEFECTS: Final[Mapping[str, Callable[[], Any]]] = {
 
 
 def live(channel: Channel, *, root: str, defect: str) -> None:
-    """Serve until told to stop, or killed."""
+    """Serve until a message ends it, or it is killed."""
     logging.disable(logging.WARNING)  # Void leases are asked for on purpose.
     with DEFECTS[defect](), mock.patch("kvstrata_agent.provision.provisioner.probe", _unmeasured):
         asyncio.run(_serve(channel, Path(root)))
