@@ -1,19 +1,27 @@
 """Seeded defects of the operator, each of a class that one of the proofs must see."""
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstrata_kube.watch import Watch
 from kvstrata_operator.apply.executor import Executor, Outcome
 from kvstrata_operator.decide.pools import lifecycle
 from kvstrata_operator.decide.pools.reconcile import Difference
+from support.nursery import Channel, become
 
 
 def inject(name: str) -> None:
     """Break the operator in this process; nothing for the empty name."""
     if name:
         DEFECTS[name]()
+
+
+def operate(channel: Channel, *, argv: Sequence[str], log: str, defect: str) -> None:
+    """Be an operator with a defect, or without, in a child of a nursery."""
+    inject(defect)
+    become(channel, module="kvstrata_operator.app.main", argv=argv, log=log, environment=dict(os.environ))
 
 
 def _remembers_placements() -> None:

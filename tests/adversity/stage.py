@@ -1,11 +1,7 @@
 """A real control plane, a proxy in front of it, fake agents, and an operator that is started again when it ends."""
 
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from contextlib import ExitStack, suppress
@@ -13,16 +9,17 @@ from pathlib import Path
 from typing import Final, Self
 
 from adversity.proxy import Proxy
-from adversity.zygote import READY
 from controlplane import ApiError, ControlPlane, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import KINDS
 from support.kube.chart_rights import install_kinds, render_rights
+from support.nursery import Nursery
 from support.operator.agents import FakeAgents
 
 SYSTEM: Final = names.SYSTEM_NAMESPACE
-TESTS: Final = Path(__file__).resolve().parents[1]
+OPERATOR: Final = ("adversity.defects", "kvstrata_operator.app.main", "kvstrata_kube.connection")
+"""Modules that are loaded before an operator is forked, with what the first connection would load in each."""
 LEASE_S: Final = 10
 """Of the operator and of agents: long enough that a busy machine loses none."""
 STOP_S: Final = 60.0
@@ -47,16 +44,8 @@ class Keeper:
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "adversity.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert self._zygote.stdout is not None
-        assert self._zygote.stdout.readline() == READY, self.log.read_text() if self.log.exists() else ""
+        self._nursery = Nursery(OPERATOR)
+        self._nursery.__enter__()
         self._thread.start()
         return self
 
@@ -65,11 +54,7 @@ class Keeper:
         self.stop()
         self._may_run.set()
         self._thread.join()
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        self._zygote.stdin.close()
-        self._zygote.wait()
-        self._zygote.stdout.close()
+        self._nursery.__exit__(None, None, None)
 
     def run(self) -> None:
         """Let the operator run, now and again after each end."""
@@ -99,26 +84,14 @@ class Keeper:
             self._is_down.clear()
             if not self._may_run.is_set() or self._is_over:  # Told to stop while it began.
                 continue
-            pidfd = self._start()
-            select.select([pidfd], [], [])
-            os.close(pidfd)
+            operator = self._nursery.run(
+                "adversity.defects:operate", argv=self._argv, log=str(self.log), defect=self._defect
+            )
+            self.starts += 1
+            self.pid = operator.pid
+            operator.wait()
             self.pid = 0
         self._is_down.set()
-
-    def _start(self) -> int:
-        """Fork an operator; return a descriptor that tells its end."""
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        wanted = {"argv": self._argv, "log": str(self.log), "defect": self._defect}
-        self._zygote.stdin.write(json.dumps(wanted) + "\n")
-        self._zygote.stdin.flush()
-        pid = int(self._zygote.stdout.readline())
-        self.starts += 1
-        self.pid = pid
-        try:
-            return os.pidfd_open(pid)
-        except ProcessLookupError:
-            return os.open(os.devnull, os.O_RDONLY)  # It has ended already, and this is readable at once.
 
 
 class Stage:

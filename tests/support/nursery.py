@@ -1,23 +1,34 @@
-"""Children on demand: a warm process without threads forks them, so that a real client process costs milliseconds.
+"""Children on demand: a warm process without threads forks them, so that a real process costs milliseconds.
 
 A child is `module:function` of an importable module; it gets a `Channel` to its maker and the arguments as keywords.
+So is a program of ours, which would import for seconds (`run_program`): with its own arguments, environment and log.
 """
 
 import contextlib
+import ctypes
+import functools
+import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 MESSAGE_BYTES_MAX = 64 << 10
 WAIT_S = 60.0
+POLL_S = 0.001
+CLUSTER = "kvstrata_kube.connection"
+"""What programs load with their first connection to a cluster: as much again as before."""
+_PR_SET_PDEATHSIG = 1
 
 
 class Channel:
@@ -66,22 +77,73 @@ class Child:
                 self.channel.hear()
         self.channel.close()
         end_s = time.monotonic() + WAIT_S
-        with contextlib.suppress(ProcessLookupError):  # The nursery has its children reaped as they end.
+        with contextlib.suppress(ProcessLookupError):  # The nursery reaps its children as they end.
             while time.monotonic() < end_s:
                 os.kill(self.pid, 0)
-                time.sleep(0.001)
+                time.sleep(POLL_S)
             raise TimeoutError(f"process {self.pid} has not ended {WAIT_S:.0f} s after it was killed")
+
+
+class Program(Child):
+    """A child that runs a program, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, channel: Channel) -> None:
+        super().__init__(pid, channel)
+        self.returncode: int | None = None
+        self._hearing = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Its status once it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(POLL_S)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its status, the negated number of the signal that killed it; raises `subprocess.TimeoutExpired`."""
+        end_s = time.monotonic() + timeout if timeout is not None else None
+        with self._hearing:
+            while self.returncode is None:
+                try:
+                    self.returncode = self.channel.hear(
+                        WAIT_S if end_s is None else max(POLL_S, end_s - time.monotonic())
+                    )
+                except TimeoutError:
+                    if end_s is not None and time.monotonic() >= end_s:
+                        raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
+                else:
+                    self.channel.close()
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; one that has ended gets none."""
+        if self.returncode is None:
+            self.signal(number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
 
 
 class Nursery:
     """Owns the warm process; `modules` are imported in it beforehand."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], *, is_shared: bool = False) -> None:
+        """`is_shared` for one that outlives the file of tests that wanted it first."""
         self._modules = modules
+        self._is_shared = is_shared
+        self._asking = threading.Lock()
 
     def __enter__(self) -> Self:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if self._is_shared:
+            from support.runner.leftovers import SHARED
+
+            environment[SHARED] = "1"
         command = [sys.executable, "-m", "support.nursery", str(theirs.fileno()), *self._modules]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
         theirs.close()
@@ -98,46 +160,106 @@ class Nursery:
 
     def start(self, work: str, **arguments: Any) -> Child:
         """Fork a child that runs `module:function`."""
+        return Child(*self._forked(work, arguments, is_program=False))
+
+    def run(self, work: str, **arguments: Any) -> Program:
+        """The same of one whose exit status counts."""
+        return Program(*self._forked(work, arguments, is_program=True))
+
+    def _forked(self, work: str, arguments: Mapping[str, Any], *, is_program: bool) -> tuple[int, Channel]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        socket.send_fds(self._socket, [json.dumps([work, arguments]).encode()], [theirs.fileno()])
-        theirs.close()
-        pid = int(self._socket.recv(32))
-        return Child(pid, Channel(ours))
+        with self._asking:
+            socket.send_fds(self._socket, [json.dumps([work, arguments, is_program]).encode()], [theirs.fileno()])
+            theirs.close()
+            return int(self._socket.recv(32)), Channel(ours)
+
+
+def run_program(module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Program:
+    """Start `python -m module`, whose `main` takes the arguments; `log` gets its standard error at the end.
+
+    `environment` None: that of this process.
+    """
+    found = dict(os.environ if environment is None else environment)
+    log.touch()  # Who looks for what it says need not wait until it is there.
+    return _warm(module).run(f"{__name__}:become", module=module, argv=list(argv), log=str(log), environment=found)
+
+
+@functools.cache
+def _warm(module: str) -> Nursery:
+    """One for each program, up to the end of this process: what one imports is not there in another."""
+    return Nursery([module, CLUSTER], is_shared=True).__enter__()
+
+
+def become(channel: Channel, *, module: str, argv: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    """Be a program, in a child, and end as an interpreter does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    program = importlib.import_module(module)
+    sys.argv = [str(program.__file__), *argv]
+    channel.close()
+    sys.exit(program.main(list(argv)))
 
 
 def main() -> None:
     """Fork until the maker goes away."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps them.
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    asked = socket.socket(fileno=int(sys.argv[1]))
+    sys.modules["support.nursery"] = sys.modules[__name__]  # Or each child would load it once more.
+    gc.freeze()
+    asked, here = socket.socket(fileno=int(sys.argv[1])), os.getpid()
     asked.send(b"ready")
+    ends: dict[int, tuple[int, int]] = {}
+    """Process id of what a descriptor tells the end of, and where its status is wanted; -1: nowhere."""
     while True:
+        ready, _, _ = select.select([asked, *ends], [], [])
+        for pidfd in ends.keys() & set(ready):
+            _reap(pidfd, *ends.pop(pidfd))
+        if asked not in ready:
+            continue
         message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, 1)
         if not message:
             return
         pid = os.fork()
         if pid == 0:
             asked.close()
-            _live(message, fds[0])
-        os.close(fds[0])
+            for pidfd, (_, told) in ends.items():
+                os.close(pidfd)
+                if told >= 0:
+                    os.close(told)
+            _live(message, fds[0], here)
+        *_, is_program = json.loads(message)
+        if not is_program:
+            os.close(fds[0])
+        ends[os.pidfd_open(pid)] = pid, fds[0] if is_program else -1
         asked.send(str(pid).encode())
 
 
-def _live(message: bytes, fd: int) -> None:
-    """Do a child's work and leave without the maker's exit handlers."""
-    status = 1
+def _reap(pidfd: int, pid: int, told: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    os.close(pidfd)
+    if told >= 0:
+        with socket.socket(fileno=told) as channel, contextlib.suppress(OSError):  # Nobody may listen any more.
+            channel.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _live(message: bytes, fd: int, parent: int) -> None:
+    """Do a child's work and leave without the maker's exit handlers, unless it is left by `SystemExit`."""
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        work, arguments = json.loads(message)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        work, arguments, _ = json.loads(message)
         module, function = work.split(":")
         getattr(importlib.import_module(module), function)(Channel(socket.socket(fileno=fd)), **arguments)
-        status = 0
-    finally:
-        if status:
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-        os._exit(status)
+    except SystemExit:
+        raise
+    except BaseException:  # noqa: BLE001  Whatever it is, the child ends here.
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 import secrets
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from kvstrata_api.blocks import BlockKey, Layout, chain_keys
 from kvstrata_api.checksum import checksum
 from kvstrata_client.client import Client
 from kvstrata_client.target import Target
+from support.nursery import Program, run_program
 
 SYSTEM = names.SYSTEM_NAMESPACE
 GROUP = f"/apis/{names.API_VERSION}"
@@ -84,10 +84,11 @@ class Agent:
     memory_dir: Path | None = None
     metrics_port: int = 0
     """Of `/metrics`; 0: any free one."""
-    program: Sequence[str] = (sys.executable, "-m", "kvstrata_agent.app.main")
+    program: Sequence[str] = ()
+    """Command line that the options are put behind; without one the agent is forked from a warm process."""
     environment: Mapping[str, str] | None = None
     """Of the process; None: that of this one."""
-    process: "subprocess.Popen[bytes] | None" = None
+    process: "Program | subprocess.Popen[bytes] | None" = None
 
     def __enter__(self) -> Self:
         return self
@@ -142,9 +143,12 @@ class Agent:
         rest += ["--state-dir", self.home / "state"]
         if self.memory_dir is not None:
             rest += ["--memory-dir", self.memory_dir]
-        with (self.home / "agent.log").open("ab") as log:
-            command = [*self.program, *map(str, [*options, *rest])]
-            self.process = subprocess.Popen(command, stderr=log, env=self.environment)
+        given, log = list(map(str, [*options, *rest])), self.home / "agent.log"
+        if not self.program:
+            self.process = run_program("kvstrata_agent.app.main", given, log, self.environment)
+            return
+        with log.open("ab") as file:
+            self.process = subprocess.Popen([*self.program, *given], stderr=file, env=self.environment)
 
     def stop(self, number: signal.Signals) -> int:
         assert self.process is not None

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +25,7 @@ from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry import ready
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.nursery import Program, run_program
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)
 LEASE_S = 5
@@ -119,7 +119,7 @@ class Replica:
 
     name: str
     folder: Path
-    process: "subprocess.Popen[bytes]"
+    process: Program
 
     @property
     def ready_file(self) -> Path:
@@ -198,9 +198,9 @@ def _launch(
     cluster = ["--kubeconfig", str(kubeconfig)] if kubeconfig else ["--without-kubernetes"]
     options = [*cluster, "--metrics-port", "0", "--identity", name]
     rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(lease_s)]
-    with (folder / f"{name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "kvstrata_metadata.service.main", *options, *rest, *own]
-        return Replica(name, folder, subprocess.Popen(command, stderr=log, env={**os.environ, **environment}))
+    given, log = [*options, *rest, *own], folder / f"{name}.log"
+    process = run_program("kvstrata_metadata.service.main", given, log, {**os.environ, **environment})
+    return Replica(name, folder, process)
 
 
 @asynccontextmanager

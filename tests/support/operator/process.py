@@ -16,6 +16,7 @@ from controlplane import ApiError, ControlPlane
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_telemetry import ready
+from support.nursery import Program, run_program
 from support.operator.fleet import condition, pool_spec
 
 SYSTEM = names.SYSTEM_NAMESPACE
@@ -45,13 +46,15 @@ class Replica:
         self.log = folder / f"{self.identity}.log"
         arguments = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--ready-file", str(self._ready_file)]
         timing = ["--lease-duration-s", str(LEADER_LEASE_S), "--heartbeat-s", "1", "--identity", self.identity]
-        options, environment = [*arguments, *timing, *more], dict(os.environ)
-        command = [sys.executable, "-m", "kvstrata_operator.app.main", *options]
+        options = [*arguments, *timing, *more]
+        self.process: Program | subprocess.Popen[bytes]
         if by_kopf:
             command = [sys.executable, "-m", "kopf", "run", "-m", "kvstrata_operator", "--all-namespaces"]
-            environment[ARGUMENTS] = shlex.join(options)
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=environment)
+            with self.log.open("wb") as log:
+                environment = {**os.environ, ARGUMENTS: shlex.join(options)}
+                self.process = subprocess.Popen(command, stderr=log, env=environment)
+        else:
+            self.process = run_program("kvstrata_operator.app.main", options, self.log)
         try:
             assert wait_until(self.is_up, CONVERGED_S), self.log.read_text()
         except BaseException:

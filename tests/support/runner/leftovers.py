@@ -27,6 +27,7 @@ GRACE_S: Final = 10.0
 """What was killed behind a test may take so long to be gone on a busy machine."""
 _CACHES: Final = ("pytest-of-", "torchinductor_", "pip-", "uv-")
 """Folders of temporary files that are kept on purpose, for a person or for the next process."""
+_NURSERY: Final = "support.nursery"
 _TRACKER: Final = "multiprocessing.resource_tracker"
 """Python starts it with a process's first pool, and it ends with that process."""
 
@@ -112,13 +113,15 @@ def _processes() -> Iterator[str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue  # It has ended meanwhile.
         if _TRACKER in command:
             continue
-        if mark in environment and f"{SHARED}=1".encode() not in environment and state != "Z":
+        # What a nursery has forked has its environment, but is its file's own.
+        is_shared = f"{SHARED}=1".encode() in environment and (_NURSERY not in command or parent == str(os.getpid()))
+        if mark in environment and not is_shared and state != "Z":
             yield f"process {entry.name}: {command[:200]}"
 
 
