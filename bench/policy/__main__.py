@@ -177,6 +177,10 @@ def main() -> int:
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="percent of a trace's different blocks")
     parser.add_argument("--check-simulators", action="store_true", help="compare our LRU with that of simulators")
     parser.add_argument("--live", action="store_true", help="replay through a real agent, and compare with the replay")
+    parser.add_argument(
+        "--speed", type=float, default=live.SPEED, metavar="N",
+        help="of --live: times the recording's pace (%(default)g), as far as the agent can",
+    )  # fmt: skip
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw hits over size and the part of the gap closed")
     given = parser.parse_args()
     try:
@@ -185,6 +189,8 @@ def main() -> int:
         sizes = ()
     if not sizes or not all(1 <= size <= 100 for size in sizes):
         parser.exit(2, f"bench.policy: --sizes {given.sizes}: whole percents of 1 to 100 are wanted, as 1,5,10,25\n")
+    if not given.speed > 0:
+        parser.exit(2, f"bench.policy: --speed {given.speed:g}: more than 0 is wanted\n")
     if (given.check_simulators or given.plots) and not simulators.is_ready():
         parser.exit(2, f"bench.policy: {simulators.HOW}\n")
     try:
@@ -232,14 +238,18 @@ def _through_agent(traces: Sequence[Trace], sizes: Sequence[int], given: argpars
         unique = sum(trace.lengths[run] for run in {run for path in trace.paths for run in path})
         for blocks in dict.fromkeys(live.tier_blocks(unique * size // 100) for size in sizes):
             for eviction, make in live.POLICIES.items():
-                hit_percent, at_s = live.run(trace, blocks, eviction)
+                hit_percent, at_s = live.run(trace, blocks, eviction, given.speed)
                 replayed = replay(replace(trace, at_s=at_s), blocks, make).hit_percent
                 rows.append((trace.name, f"{blocks}", eviction, f"{hit_percent:.2f}", f"{replayed:.2f}"))
                 values[f"{trace.name} {blocks} {eviction} agent"] = hit_percent
                 values[f"{trace.name} {blocks} {eviction} points from the replay"] = hit_percent - replayed
                 print(*rows[-1], file=sys.stderr, flush=True)
     print(table(("trace", "blocks", "eviction", "agent, %", "replay, %"), rows))
-    values["most_points_from_the_replay"] = max(abs(v) for k, v in values.items() if k.endswith("replay"))
+    apart = {key: points for key, points in values.items() if key.endswith("replay")}
+    for eviction in live.POLICIES:
+        points = [p for key, p in apart.items() if f" {eviction} " in key]
+        values |= {f"{eviction}_points_above_at_most": max(points), f"{eviction}_points_below_at_most": -min(points)}
+    values["most_points_from_the_replay"] = max(map(abs, apart.values()))
     publish(Result("policy-live", given.quick or given.tiny, {"kvstrata": __version__}, {}, values), given.json)
     return 0
 

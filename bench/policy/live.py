@@ -1,8 +1,8 @@
 """A trace through a real agent: lookup, leases of what is there, and a store of the rest, request by request.
 
 The agent has one memory tier of as many blocks as the cache of a replay, and the replay it is compared with runs by the
-times at which the agent had its requests: only how the policy is carried out differs then. Requests follow each other
-without a pause, so a day of a trace is a minute, and what is learned is learned of that minute.
+times at which the agent had its requests: only how the policy is carried out differs then. Requests come at so many
+times the pace of the recording; those for which the agent is not fast enough follow without a pause.
 """
 
 import hashlib
@@ -34,6 +34,8 @@ POLICIES: Final[dict[str, MakePolicy]] = {"LeafLRU": PEERS["leaf-LRU"], "ReuseAw
 """What the replay has for each `policy.eviction.type`."""
 ACCESSES_MAX: Final = 1_000_000
 """Blocks asked for; a longer trace is cut before that."""
+SPEED: Final = 100.0
+"""An hour of a recording is 36 s."""
 
 
 def cut(trace: Trace) -> Trace:
@@ -51,8 +53,11 @@ def tier_blocks(blocks: int) -> int:
     return max(1, round(blocks / EXTENT_BLOCKS)) * EXTENT_BLOCKS
 
 
-def run(trace: Trace, blocks: int, eviction: str) -> tuple[float, list[float]]:
-    """Percent of hits with an agent whose tier has so many blocks, and when each request began, in seconds."""
+def run(trace: Trace, blocks: int, eviction: str, speed: float) -> tuple[float, list[float]]:
+    """Percent of hits with an agent whose tier has so many blocks, and when each request began, in seconds.
+
+    `speed` is how many times faster than recorded requests come.
+    """
     policy = {"eviction": {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99}}
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-live-") as directory:
         socket = Path(directory) / "agent.sock"
@@ -64,7 +69,18 @@ def run(trace: Trace, blocks: int, eviction: str) -> tuple[float, list[float]]:
             with Client.attach(Target(socket, POOL, TOKEN, layout_of(BLOCK_BYTES)), strict=True) as client:
                 if not client.is_attached:
                     raise client.reason
-                return replayed(trace, client)
+                return replayed(trace, client, settle=_paced(trace.at_s, speed))
+
+
+def _paced(at_s: Sequence[float], speed: float) -> Callable[[], None]:
+    """Wait until the next request is due, called after each one; nothing where it is late."""
+    begun_s, coming_s = time.monotonic(), iter(at_s[1:])
+
+    def settle() -> None:
+        due_s = begun_s + (next(coming_s, at_s[0]) - at_s[0]) / speed
+        time.sleep(max(0.0, due_s - time.monotonic()))
+
+    return settle
 
 
 def replayed(
