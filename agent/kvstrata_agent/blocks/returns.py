@@ -15,7 +15,7 @@ from kvstrata_agent.policy.admission import WriteAdmission
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
 from kvstrata_agent.policy.placement import Replica
 from kvstrata_agent.policy.prefetch import LEAD_S
-from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
+from kvstrata_agent.policy.priority import PriorityClass, class_of, felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 from kvstrata_api.blocks import ScopeId
 
@@ -112,7 +112,8 @@ class Returns:
     def asked(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
         """A request names its chain: all of it that is here is used now, and the rest will come.
 
-        Asking again for the same chain before long is the same use: an engine polls.
+        Asking again for the same chain before long is the same use: an engine polls. Once something of it was read or
+        computed it is another one.
         """
         if not digests:
             return
@@ -146,6 +147,7 @@ class Returns:
             ends.append(before.mark)  # A chain is read batch by batch.
         if not any(self._reuse.is_fresh(mark, LOAD_S, now_s) for mark in ends):
             self.asked(scope, session, digests)
+        self._answered(digests[-1], ends[0])
 
     def stored(self, session: Session | None, entries: Sequence[Entry]) -> None:
         """Blocks have come, in chain order: what their request is, or what they continue, they are."""
@@ -164,6 +166,15 @@ class Returns:
             self._reuse.cut(before.digest)
         if entries:
             self._note_end(entries[-1].scope, [entries[-1].digest])
+            self._answered(entries[-1].digest, entries[-1].mark)
+
+    def refused(self, digest: bytes) -> None:
+        """No room was found for a block that was computed."""
+        self._answered(digest, self._marks.awaited.get(digest, UNMARKED))
+
+    def _answered(self, digest: bytes, mark: int) -> None:
+        """Something was read or computed of the chain that used a block last: whoever polled for it has stopped."""
+        self._recent.pop(self._reuse.end_of(digest, mark), None)
 
     def read_along(self, head: Entry, entries: Iterable[Entry]) -> None:
         """Blocks are read whenever the end of a chain is: its last use is theirs, unless other chains share them."""
@@ -211,6 +222,24 @@ class Returns:
         if priority is PriorityClass.STANDARD:
             return worth, used_at_s, entry.born_s
         return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
+
+    def worth_of_next(
+        self, scope: ScopeId, before: Sequence[bytes], digest: bytes, session: Session | None
+    ) -> Worth | None:
+        """What a block that comes now is worth, behind the chain `before`; None where the pool does not go by that."""
+        if not self.are_followed:
+            return None
+        now_s, mark, index = self._node.clock(), UNMARKED, self._node.index
+        for known in (digest, *reversed(before)):  # What is reserved and not there yet has no mark.
+            entry = index.find(scope, known)
+            mark = self._marks.awaited.get(known, entry.mark if entry is not None else UNMARKED)
+            if mark:
+                break
+        worth = self._reuse.worth(digest, mark, now_s) if mark else self._reuse.times.overall(0.0)
+        priority = PriorityClass.STANDARD
+        if session is not None:
+            worth, priority = max(worth, self._word(session, now_s)), class_of(session.priority)
+        return worth * priority.factor, felt_use_s(now_s, now_s, priority), now_s
 
     def replicated(self, entries: Sequence[Entry], fetch_s: float, compute_s: float) -> None:
         """Blocks have come from another agent that keeps them; fetching and computing one of them takes so long."""
@@ -295,12 +324,16 @@ class Returns:
         worth = 0.0
         for tenant, name in followers:
             session = self._node.sessions.find(tenant, name)
-            if session is None:
-                continue
-            if session.returns_at_s + session.doubt_s > now_s:
-                worth = max(worth, TRUST / max(LEAD_S, session.returns_at_s - now_s))
-            elif session.retained_until_s > now_s:
-                worth = max(worth, TRUST / (session.retained_until_s - now_s))
-            elif session.urgency_at(now_s) > 0:
-                worth = max(worth, TRUST / (session.urgent_until_s - now_s))
+            if session is not None:
+                worth = max(worth, self._word(session, now_s))
         return worth
+
+    @staticmethod
+    def _word(session: Session, now_s: float) -> float:
+        if session.returns_at_s + session.doubt_s > now_s:
+            return TRUST / max(LEAD_S, session.returns_at_s - now_s)
+        if session.retained_until_s > now_s:
+            return TRUST / (session.retained_until_s - now_s)
+        if session.urgency_at(now_s) > 0:
+            return TRUST / (session.urgent_until_s - now_s)
+        return 0.0

@@ -233,6 +233,8 @@ class SlotRequest:
     """Tenant whose client is to fill it; empty when we do."""
     slots: int = 1
     """How many like it will be taken one after the other, this one included: room is made for them at once."""
+    arriving: tuple[float, float, float] | None = None
+    """What the block for it is worth (`Returns.worth`): what is worth more stays. None: it is wanted anyway."""
 
     @property
     def is_new(self) -> bool:

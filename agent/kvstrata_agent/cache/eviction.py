@@ -37,6 +37,10 @@ TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
 
 
+class ArrivalDeclinedError(TierFullError):
+    """What would have to leave a tier is worth more than the block that comes."""
+
+
 FOR_ROOM: Final = ("room", "watermark")
 """Why blocks leave that others are worth more than."""
 
@@ -65,7 +69,8 @@ class Evictor:
         on its way into the tier may be what others cannot leave before; where there is no room until then, it is
         waited for, and with `awaits_holders` also what readers, writers and sessions hold: as long as the slot
         `is_wanted`. Raises `TierFullError` when no room could be made in time, `QuotaExceededError` when the tenant's
-        own quota stands against it, and `BackendFailedError` when the medium failed.
+        own quota stands against it, `ArrivalDeclinedError` when what is there is worth more, and `BackendFailedError`
+        when the medium failed.
         """
         loop, changed = asyncio.get_running_loop(), self._node.changed
         ends_s = loop.time() + deadline_s - self._node.clock()
@@ -76,7 +81,8 @@ class Evictor:
             except TierFullError as e:
                 left_s = ends_s - loop.time()
                 is_final = isinstance(e, QuotaExceededError) and self._action(request) is OverQuota.REJECT
-                if is_final or left_s <= 0 or not (is_wanted() and self._may_come(request.tier, awaits_holders)):
+                is_final = is_final or isinstance(e, ArrivalDeclinedError) or left_s <= 0
+                if is_final or not (is_wanted() and self._may_come(request.tier, awaits_holders)):
                     raise
                 if changed.count == seen:
                     await changed.wait(left_s)
@@ -173,7 +179,9 @@ class Evictor:
         if is_own and attempt % 2 == 0 and any(key[:2] == (request.scope, request.tenant) for key in queues):
             need_bytes = min(request.batch_bytes, tier.backend.capacity_bytes // BATCH_PARTS)
             need_bytes = max(request.size_bytes, need_bytes)
-            eviction = EvictionRequest(need_bytes, "room", tenant=request.tenant, scope=request.scope)
+            eviction = EvictionRequest(
+                need_bytes, "room", tenant=request.tenant, scope=request.scope, arriving=request.arriving
+            )
             return await self._evict(tier, eviction) > 0
         freed_bytes = 0
         for extent in self._extents_of(tier, account, is_own=is_own, count=extents):
@@ -319,6 +327,8 @@ class Evictor:
         returns = self._node.returns if self._node.returns.are_followed else None
         candidates = TierCandidates(self._node.index, tier, request, self._node.clock(), returns)
         plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)
+        if candidates.is_declined and not plan.victims:
+            raise ArrivalDeclinedError(f"tier {tier.name}: what is there is expected to be of more use than what comes")
         if plan.victims and request.reason in FOR_ROOM:
             tier.price.paid(self._node.returns.worth(plan.victims[-1])[0])
         try:

@@ -54,6 +54,8 @@ class EvictionRequest:
     """Blocks in which extents; None for any."""
     most_bytes: int | None = None
     """Never more than this; None: no limit."""
+    arriving: Worth | None = None
+    """What comes in their place is worth; what is worth more stays. None: whatever is there."""
     fate: Fate = Fate.DEMOTE_OR_DROP
 
 
@@ -96,6 +98,9 @@ class TierCandidates:
         self._contents = index.contents(tier)
         self._extents = request.extents
         self._drops = request.fate is Fate.DROP
+        self._arriving = request.arriving
+        self.is_declined = False
+        """True once what would be next is worth more than what comes."""
         self._now_s = now_s
         self._tenant = request.tenant
         self._keys = dict.fromkeys(
@@ -140,7 +145,7 @@ class TierCandidates:
         return (least[0], least[1][0]) if least is not None else None
 
     def _first(self) -> Entry | None:
-        """Take out what goes first, a leaf or not; None when nothing is left."""
+        """Take out what goes first, a leaf or not; None when nothing is left that is worth less than what comes."""
         if self._returns is None:
             return self._taken(self._oldest())
         if not any(self._contents.queues.get(key) for key in self._keys):
@@ -152,6 +157,9 @@ class TierCandidates:
             return entry
         self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
+        if self._arriving is not None and self._victims.next_worth > self._arriving:
+            self.is_declined = True
+            return None
         self.worths[entry] = self._victims.next_worth[0]
         self._contents.withdraw(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)

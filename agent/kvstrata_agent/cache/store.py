@@ -14,6 +14,7 @@ from kvstrata_agent.blocks.history import Decision, Event, What
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.cache.eviction import ArrivalDeclinedError, Evictor
 from kvstrata_agent.codec.base import RAW
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import AdmissionInputs, passing_bytes
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
-    from kvstrata_agent.cache.eviction import Evictor
 
 RESERVE_WAIT_S: Final = 1.0
 """What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
@@ -118,6 +118,11 @@ class Writer:
                 if not more:
                     break
                 made += more
+        except ArrivalDeclinedError as e:
+            self._node.counters.add("kvstrata_refused_blocks_total", left, reason="declined")
+            refusal = f"{e}; {left} blocks were refused"
+            self._remember(context, digests[-left], refusal)
+            return Reserved(made, refusal)
         except QuotaExceededError as e:
             self._note_quota(context, left, e)
             self._remember(context, digests[-left], "the quota of its writer leaves no room")
@@ -134,6 +139,7 @@ class Writer:
         """Note the first block that was refused: those behind it are of no use without it."""
         decision = Decision(What.REFUSED, self._node.clock(), refusal)
         self._node.history.note(context.scope, Event(digest, decision))
+        self._node.returns.refused(digest)
 
     def _refusal(self, count: int) -> tuple[str, float]:
         """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
@@ -167,16 +173,22 @@ class Writer:
 
         In the fastest memory tier; where nothing can leave that now, in a slower one; where there is none either and
         the writer `may_wait`, in the fastest one again, when those have ended who hold what is there. Returns where
-        it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota leaves none.
+        it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota leaves none,
+        and `ArrivalDeclinedError` when what is there is worth more.
         """
         refusal: QuotaExceededError | None = None
         tiers, before = self._landings(), chain[: len(chain) - slots]
         for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
             if refusal is not None and self._node.tenants.of(context.tenant).over_quota is not OverQuota.DEMOTE:
                 break  # A slower tier is no way around a quota, unless that is what is declared.
-            want = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes, context.tenant, slots)
+            worth = None
+            if self._node.is_lowest(tier):  # Else nothing is lost that leaves.
+                worth = self._node.returns.worth_of_next(context.scope, before, chain[-slots], context.session)
+            want = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes, context.tenant, slots, worth)
             try:
                 slot = await self._slot_behind(before, want, context.owner, deadline_s, awaits_holders=i == len(tiers))
+            except ArrivalDeclinedError:
+                raise
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):

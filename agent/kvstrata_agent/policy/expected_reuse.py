@@ -224,6 +224,12 @@ class ExpectedReuse(Generic[K]):
         """True for the last block of a chain, which is judged apart from what comes before it."""
         return point in self._tails
 
+    def end_of(self, point: K, mark: int) -> K:
+        """Last block of the chain that used `point` last, if that is remembered; else the point itself."""
+        number = _record(mark)
+        own = self._own[number % self._records_max] if self.times.is_known(number) else None
+        return point if own is None else own.end  # type: ignore[return-value]
+
     @staticmethod
     def is_shared(mark: int) -> bool:
         """True for a block that several chains continue."""

@@ -508,8 +508,11 @@ class Ours(Tiers):
         """Let others leave for part of what finds no free place, before the end of what comes is the first to leave.
 
         For a step of an engine room is made by eighths of the tier (`policy.eviction.BATCH_PARTS`). The first eighth
-        may be the end of the step before; then what comes continues that.
+        may be the end of the step before; then what comes continues that. In the lowest tier what comes is declined
+        where the rest is worth more.
         """
+        if not self._is_lru and tier + 1 == len(self.levels):
+            return
         level, policy = self.levels[tier], self.policies[tier]
         full = self._full_part * level.capacity_blocks
         others_part = max(0.0, 1 - full / BATCH_PARTS / self._step_blocks) if self._step_blocks else 0.0

@@ -114,6 +114,13 @@ def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
     played(play)
 
 
+def refused(engine: Engine, reason: str) -> float | None:
+    registry = engine.core.node.counters._instruments.registry
+    return registry.get_sample_value(
+        "kvstrata_refused_blocks_total", {"pool": "pool", "node": "node", "reason": reason}
+    )
+
+
 @pytest.mark.parametrize("eviction", ["ReuseAware", "LeafLRU"])
 def test_a_prompt_longer_than_the_only_tier_keeps_its_beginning(eviction: str) -> None:
     async def play(engine: Engine) -> None:
@@ -126,6 +133,40 @@ def test_a_prompt_longer_than_the_only_tier_keeps_its_beginning(eviction: str) -
         assert in_memory(engine, *numbers) == [n <= SLOTS for n in numbers]
 
     played(play, eviction, is_memory_all=True)
+
+
+def test_what_comes_is_declined_where_what_is_there_is_worth_more() -> None:
+    async def play(engine: Engine) -> None:
+        await taught(engine)
+        for first in range(101, 501, 100):
+            await requested(engine, f"chat {first}", "chat", *range(first, first + SHORT))
+        chats = [n for first in range(101, 501, 100) for n in range(first, first + SHORT)]
+        assert all(in_memory(engine, *chats))
+
+        await requested(engine, "once", "once", *range(601, 601 + SHORT))
+        assert all(in_memory(engine, *chats))
+        assert refused(engine, "declined") == SHORT
+        assert "of more use" in engine.core.cache.explainer.block(*engine.key(601))["history"][-1]["reason"]
+
+        await requested(engine, "chat", "chat", *range(701, 701 + SHORT))
+        assert all(in_memory(engine, *range(701, 701 + SHORT)))
+        assert refused(engine, "declined") == SHORT
+
+    played(play, is_memory_all=True)
+
+
+def test_what_an_engine_expects_back_is_not_declined() -> None:
+    async def play(engine: Engine) -> None:
+        await taught(engine)
+        for first in range(101, 501, 100):
+            await requested(engine, f"chat {first}", "chat", *range(first, first + SHORT))
+        await engine.ask(wire.OpenSession(6, "once", "", "once"))
+        await asked(engine, *range(601, 601 + SHORT), session="once")
+        await engine.ask(wire.Retain(7, "once", 1.0))
+        await engine.store(*range(601, 601 + SHORT), session="once")
+        assert all(in_memory(engine, *range(601, 601 + SHORT)))
+
+    played(play, is_memory_all=True)
 
 
 def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
@@ -305,6 +346,30 @@ def test_a_writers_question_is_no_use_and_a_polling_engines_is_one() -> None:
         assert before == marks(engine, 1, 2, 3)
         await asked(engine, 1, 2, 3)
         assert not set(before) & set(marks(engine, 1, 2, 3))
+
+    played(play)
+
+
+def test_what_is_asked_for_after_a_load_or_a_store_is_used_again() -> None:
+    async def play(engine: Engine) -> None:
+        async def is_new_use() -> bool:
+            before = marks(engine, 1, 2)
+            engine.clock.now_s += 0.1
+            await asked(engine, 1, 2, 3)
+            return before != marks(engine, 1, 2)
+
+        await engine.store(1, 2)
+        assert await is_new_use()
+        assert not await is_new_use()
+        await engine.release(await engine.acquire(1, 2))
+        assert await is_new_use()
+        assert not await is_new_use()
+        await engine.store(3)
+        assert await is_new_use()
+        assert not await is_new_use()
+        engine.core.node.is_draining = True
+        await engine.store(4)
+        assert not await is_new_use(), "that was of another chain"
 
     played(play)
 
