@@ -213,10 +213,10 @@ def main() -> None:
     ends: dict[int, tuple[int, int]] = {}
     """Process id of what a descriptor tells the end of, and where its status is wanted; -1: nowhere."""
     while True:
-        ready, _, _ = select.select([asked, *ends], [], [])
+        ready, _, _ = select.select([asked.fileno(), *ends], [], [])
         for pidfd in ends.keys() & set(ready):
             _reap(pidfd, *ends.pop(pidfd))
-        if asked not in ready:
+        if asked.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, 1)
         if not message:
