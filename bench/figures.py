@@ -130,6 +130,16 @@ TABLES: Final = (
         ),
     ),
     Table(
+        "policy-live",
+        "Recordings through a real agent with one memory tier of 1 or 5 % of their blocks, at 100 times their pace or "
+        "as fast as it can: hits beside those of the replay by the same times",
+        ("points", "below the replay at most", "above it at most"),
+        tuple(
+            (eviction, (Cell(f"{eviction}_points_below_at_most"), Cell(f"{eviction}_points_above_at_most")))
+            for eviction in ("ReuseAware", "LeafLRU")
+        ),
+    ),
+    Table(
         "tiering",
         "First tokens of simulated engines on recorded workloads, six loads each: times the best of no tiers, "
         "write-through, an LRU cascade and fixed times to live",
