@@ -130,7 +130,7 @@ TABLES: Final = (
         ),
     ),
     Table(
-        "policy-live",
+        "policy.live",
         "Recordings through a real agent with one memory tier of 1 or 5 % of their blocks, at 100 times their pace or "
         "as fast as it can: hits beside those of the replay by the same times",
         ("points", "below the replay at most", "above it at most"),

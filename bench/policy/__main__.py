@@ -250,7 +250,7 @@ def _through_agent(traces: Sequence[Trace], sizes: Sequence[int], given: argpars
         points = [p for key, p in apart.items() if f" {eviction} " in key]
         values |= {f"{eviction}_points_above_at_most": max(points), f"{eviction}_points_below_at_most": -min(points)}
     values["most_points_from_the_replay"] = max(map(abs, apart.values()))
-    publish(Result("policy-live", given.quick or given.tiny, {"kvstrata": __version__}, {}, values), given.json)
+    publish(Result("policy.live", given.quick or given.tiny, {"kvstrata": __version__}, {}, values), given.json)
     return 0
 
 

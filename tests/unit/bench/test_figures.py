@@ -20,7 +20,7 @@ SCALES = (1.0, 1e-9, 1e-6, 100.0, 1e3)
 
 def test_every_figure_of_readme_is_in_the_file_that_its_table_names() -> None:
     text = README.read_text().split("## Figures")[1].split("\n## ")[0]
-    tables = re.findall(r"\(bench/results/(\w+\.json)\)\):\n\n((?:\|.*\n)+)", text)
+    tables = re.findall(r"\(bench/results/([\w.]+\.json)\)\):\n\n((?:\|.*\n)+)", text)
     assert len(tables) == text.count("\n|--") > 0, "each table of the section names its file"
     for name, table in tables:
         result = json.loads((RESULTS / name).read_text())
