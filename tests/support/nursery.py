@@ -221,36 +221,35 @@ def main() -> None:
         message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, 1)
         if not message:
             return
+        work, arguments, is_program = json.loads(message)
         pid = os.fork()
         if pid == 0:
             asked.close()
-            for pidfd, (_, told) in ends.items():
+            for pidfd, (_, status_fd) in ends.items():
                 os.close(pidfd)
-                if told >= 0:
-                    os.close(told)
-            _live(message, fds[0], here)
-        *_, is_program = json.loads(message)
+                if status_fd >= 0:
+                    os.close(status_fd)
+            _live(work, arguments, fds[0], here)
         if not is_program:
             os.close(fds[0])
         ends[os.pidfd_open(pid)] = pid, fds[0] if is_program else -1
         asked.send(str(pid).encode())
 
 
-def _reap(pidfd: int, pid: int, told: int) -> None:
+def _reap(pidfd: int, pid: int, status_fd: int) -> None:
     _, status = os.waitpid(pid, 0)
     os.close(pidfd)
-    if told >= 0:
-        with socket.socket(fileno=told) as channel, contextlib.suppress(OSError):  # Nobody may listen any more.
+    if status_fd >= 0:
+        with socket.socket(fileno=status_fd) as channel, contextlib.suppress(OSError):  # Nobody may listen any more.
             channel.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _live(message: bytes, fd: int, parent: int) -> None:
+def _live(work: str, arguments: Mapping[str, Any], fd: int, parent: int) -> None:
     """Do a child's work and leave without the maker's exit handlers, unless it is left by `SystemExit`."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        work, arguments, _ = json.loads(message)
         module, function = work.split(":")
         getattr(importlib.import_module(module), function)(Channel(socket.socket(fileno=fd)), **arguments)
     except SystemExit:

@@ -239,7 +239,7 @@ class Returns:
         priority = PriorityClass.STANDARD
         if session is not None:
             worth, priority = max(worth, self._word(session, now_s)), class_of(session.priority)
-        return worth * priority.factor, felt_use_s(now_s, now_s, priority), now_s
+        return worth * priority.factor, now_s, now_s
 
     def replicated(self, entries: Sequence[Entry], fetch_s: float, compute_s: float) -> None:
         """Blocks have come from another agent that keeps them; fetching and computing one of them takes so long."""

@@ -14,6 +14,7 @@ from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFull
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Device, SlotRef, TierBackend
+    from kvstrata_agent.blocks.returns import Worth
     from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier, TierProbe
 
@@ -233,8 +234,8 @@ class SlotRequest:
     """Tenant whose client is to fill it; empty when we do."""
     slots: int = 1
     """How many like it will be taken one after the other, this one included: room is made for them at once."""
-    arriving: tuple[float, float, float] | None = None
-    """What the block for it is worth (`Returns.worth`): what is worth more stays. None: it is wanted anyway."""
+    arriving: Worth | None = None
+    """What the block for it is worth: what is worth more stays. None: it is wanted anyway."""
 
     @property
     def is_new(self) -> bool:

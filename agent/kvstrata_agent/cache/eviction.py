@@ -17,7 +17,7 @@ from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate, Tier
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.eviction import BATCH_PARTS, plan_eviction
 from kvstrata_agent.policy.quota import OverQuota, accounts_over_share, over_hard_bytes, surplus_to_evict
-from kvstrata_api.errors import QuotaExceededError, TierFullError
+from kvstrata_api.errors import QuotaExceededError, RetryableError, TierFullError
 from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
 
 
-class ArrivalDeclinedError(TierFullError):
-    """What would have to leave a tier is worth more than the block that comes."""
+class ArrivalDeclinedError(RetryableError):
+    """What would have to leave a tier is worth more than the block that comes: no other room is looked for."""
 
 
 FOR_ROOM: Final = ("room", "watermark")
@@ -81,8 +81,7 @@ class Evictor:
             except TierFullError as e:
                 left_s = ends_s - loop.time()
                 is_final = isinstance(e, QuotaExceededError) and self._action(request) is OverQuota.REJECT
-                is_final = is_final or isinstance(e, ArrivalDeclinedError) or left_s <= 0
-                if is_final or not (is_wanted() and self._may_come(request.tier, awaits_holders)):
+                if is_final or left_s <= 0 or not (is_wanted() and self._may_come(request.tier, awaits_holders)):
                     raise
                 if changed.count == seen:
                     await changed.wait(left_s)

@@ -187,8 +187,6 @@ class Writer:
             want = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes, context.tenant, slots, worth)
             try:
                 slot = await self._slot_behind(before, want, context.owner, deadline_s, awaits_holders=i == len(tiers))
-            except ArrivalDeclinedError:
-                raise
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):

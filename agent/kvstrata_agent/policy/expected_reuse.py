@@ -205,8 +205,8 @@ class ExpectedReuse(Generic[K]):
         if number == NEVER:
             return {"reason": "no request that is remembered used it; as the average of all"}
         names, levels = (f.name.lower() for f in _Feature), self.times.features_of(number)
-        told: dict[str, int | str] = dict(zip(names, levels, strict=True))
-        return told | {"point": Point(levels[0]).name.lower(), "class": self.times.class_of(levels)}
+        known: dict[str, int | str] = dict(zip(names, levels, strict=True))
+        return known | {"point": Point(levels[0]).name.lower(), "class": self.times.class_of(levels)}
 
     def _judged(self, point: K, mark: int) -> int:
         """Number of the record that a block is judged by; `NEVER` where none is remembered."""
@@ -360,7 +360,7 @@ class Victims(Generic[K, W]):
         self._serial = self._fresh = 0
 
     def renew(self) -> None:
-        """Worths have changed: what is next is judged anew before it is taken, beside a new sample."""
+        """Worths have changed: what is next is judged again before it is taken, beside a new sample."""
         self._fresh = self._serial
         self._left = 0
 

@@ -176,8 +176,8 @@ class Agent:
                 return False
             raise
         status = body.get("status") or {}
-        told = (status.get("epoch"), status.get("observedGeneration"))
-        return told == (self.epoch, body["metadata"]["generation"])
+        reported = (status.get("epoch"), status.get("observedGeneration"))
+        return reported == (self.epoch, body["metadata"]["generation"])
 
     def condition(self, kind: str) -> Json:
         found = [c for c in self.status().get("conditions", []) if c["type"] == kind]

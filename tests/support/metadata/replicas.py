@@ -207,7 +207,7 @@ def _launch(
 async def agent(
     redis: Redis, node: str, held: list[Announcement], *, epoch: int = 1, secret: ScopeSecret = SECRET
 ) -> AsyncIterator[RedisDirectory]:
-    """An agent that has told the directory of `held`."""
+    """An agent that has announced `held` to the directory."""
 
     async def access() -> RedisAccess:
         return redis.access(Role.AGENT)
