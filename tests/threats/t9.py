@@ -151,6 +151,7 @@ async def _search_hbm(search: Search, slots: int) -> None:
         search.slots += len(taken)
         for slot in taken:
             backend.drop(slot)
+        await backend.read_group([])  # Behind what the tier's thread still has to release: freed memory comes again.
         round_ += 1
     await backend.close()
 
