@@ -40,7 +40,7 @@ LIMITS: Final = (
     ("KEY_BYTES", KEY_BYTES, "bytes of a key; `digests` are keys one after another"),
     ("CHECKSUM_BYTES", checksum.CHECKSUM_BYTES, "bytes of a checksum of a block or a part"),
     ("LEASES_MAX", wire.LEASES_MAX, "leases that one connection has, and that one `Release` ends"),
-    ("WINDOW_TOKENS_MAX", wire.WINDOW_TOKENS_MAX, "tokens of a session's window, and of its attention sinks"),
+    ("WINDOW_TOKENS_MAX", wire.WINDOW_TOKENS_MAX, "tokens of a session's window, of its sinks, and between anchors"),
     ("SESSION_CHARS_MAX", wire.SESSION_CHARS_MAX, "characters of a session's name, a parent's and a priority"),
     ("CLIENT_CHARS_MAX", wire.CLIENT_CHARS_MAX, "characters of a client's name"),
     ("HANDOVER_CHARS_MAX", wire.HANDOVER_CHARS_MAX, "characters of a hand-over's name"),

@@ -130,13 +130,22 @@ class AsyncClient:
         return await self._one(calls.scopes(self.target))
 
     async def open_session(
-        self, session: str, *, parent: str = "", priority: str = "", sink_tokens: int = 0, window_tokens: int = 0
+        self,
+        session: str,
+        *,
+        parent: str = "",
+        priority: str = "",
+        sink_tokens: int = 0,
+        window_tokens: int = 0,
+        anchor_tokens: int = 0,
     ) -> None:
         """Start or revive a session; with a window it is one whose tokens attend to those before them and the sinks.
 
-        Blocks between the two leave first. 0: all tokens, or what the session is known to attend to.
+        Blocks between the two leave first, but for the first one of each `anchor_tokens` (those twice as far apart
+        whenever they are more than 256). 0: all tokens, or what the session is known to attend to; no anchors.
         """
-        await self._one(calls.open_session(self.target, session, parent, priority, sink_tokens, window_tokens))
+        attended = sink_tokens, window_tokens, anchor_tokens
+        await self._one(calls.open_session(self.target, session, parent, priority, attended))
 
     async def fork_session(self, session: str, parent: str, *, priority: str = "") -> None:
         """Start a session that shares everything its parent has so far."""

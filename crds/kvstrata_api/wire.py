@@ -147,6 +147,10 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
     window_tokens: int = 0
     """Tokens before it that a token attends to, 16,777,216 at most: blocks between sinks and window leave first. 0: all
     tokens, or as the session is known; a fork without one has its parent's."""
+    anchor_tokens: int = 0
+    """Of so many tokens between sinks and window the first block stays as well: those that follow 0, `anchor_tokens`, 2
+    `anchor_tokens` and so on, up to whole blocks. The distance doubles whenever they are more than 256. 0: none. Only
+    with `window_tokens`."""
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):

@@ -140,7 +140,7 @@ ENGINE: Final = Rules(
         "Hello": (3, (_N, _N, _T)),
         "Attach": (4, (_N, _T, _T, _is_layout)),
         "Scopes": (1, (_N,)),
-        "OpenSession": (2, (_N, _S, _T, _T, _N, _N)),
+        "OpenSession": (2, (_N, _S, _T, _T, _N, _N, _N)),
         "TouchSession": (3, (_N, _S, _T, _N, _F)),
         "CloseSession": (2, (_N, _S, _Y, _F)),
         "Lookup": (3, (_N, _T, _K, _S, _Y, _Y)),

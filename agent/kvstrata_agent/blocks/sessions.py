@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.blocks.session_log import SessionLog
 from kvstrata_agent.policy.attention import EVERYTHING, Attention
@@ -31,7 +31,7 @@ SESSIONS_MAX: Final = 65_536
 """Sessions that a node remembers. Over it the tenant that has most forgets a quiet one, the least recently touched,
 and for another tenant an open one. A session that decodes is never forgotten: the new one is refused instead."""
 HEADS_MAX: Final = 64
-"""Chains of one session: parallel samples of one prompt; older heads lose their guard."""
+"""Chains of one session: parallel samples of one prompt; older heads lose their guard. Kept ones come besides."""
 GUARD_S: Final = 600.0
 """A decoding session that nobody touches for so long becomes idle."""
 URGENCY_S: Final = 60.0
@@ -54,6 +54,16 @@ QUIET: Final = frozenset({SessionState.IDLE, SessionState.ARCHIVING, SessionStat
 """States in which nobody works on the session."""
 
 
+class AbsentHead(NamedTuple):
+    """A head whose block is not here, or not yet."""
+
+    scope: str
+    digest: bytes
+    blocks: int = 0
+    """Of its chain, itself included; 0: not known."""
+    is_kept: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """What is known about one session."""
@@ -66,8 +76,8 @@ class Session:
     priority: str = ""
     attention: Attention = EVERYTHING
     """What its next token attends to."""
-    sinks: Entry | None = None
-    """The last of its attention sinks, which is a head, where a window has left blocks behind."""
+    kept: set[Entry] = field(default_factory=set)
+    """Heads that its window has left behind, and that stay: the last of its attention sinks, and anchors."""
     state: SessionState = SessionState.OPEN
     turns: int = 0
     """Times that it came back after it was idle, or was opened again."""
@@ -81,13 +91,14 @@ class Session:
     retained_until_s: float = 0.0
     """Monotonic second until which it is not finished, however idle; 0 where nobody asked for that."""
     touched_at_s: float = 0.0
-    heads: OrderedDict[Entry, None] = field(default_factory=OrderedDict)
+    heads: OrderedDict[Entry, int] = field(default_factory=OrderedDict)
+    """Each with the blocks of its chain, itself included; 0: not known."""
     secret: ScopeSecret | None = None
     """Of the tenant's own scope: names the session in the directory and in the journal."""
     parent_digest: bytes = b""
     """Of the parent session, where its name is not known: the session was revived."""
-    absent: tuple[tuple[str, bytes], ...] = ()
-    """Scope and digest of heads of an earlier run whose blocks are not here (yet)."""
+    absent: tuple[AbsentHead, ...] = ()
+    """Heads of an earlier run."""
     is_changed: bool = False
     """True until the directory and the journal were notified."""
     is_forgotten: bool = False
@@ -107,18 +118,23 @@ class Session:
         """Note that the session's chain runs through these blocks, in chain order; the last one is a head now."""
         if not chain:
             return
+        blocks = 0 if chain[0].parent else len(chain)
         if self.heads:
-            passed = {(e.scope, e.digest) for e in chain} | {(chain[0].scope, chain[0].parent)}
-            for head in tuple(self.heads):
-                if (head.scope, head.digest) in passed:
-                    self.drop_head(head)
-        self.add_head(chain[-1])
+            left = {(e.scope, e.digest): len(chain) - at for at, e in enumerate(chain, 1)}
+            left[chain[0].scope, chain[0].parent] = len(chain)
+            for head, before in tuple(self.heads.items()):
+                behind = left.get((head.scope, head.digest))
+                if behind is not None:
+                    blocks = before + behind if before else blocks
+                    if head not in self.kept:
+                        self.drop_head(head)
+        self.add_head(chain[-1], blocks)
 
-    def add_head(self, head: Entry) -> None:
-        """Make a block a head, and guard it while the session decodes."""
+    def add_head(self, head: Entry, blocks: int = 0) -> None:
+        """Make a block a head of a chain of so many blocks, and guard it while the session decodes."""
         if self.is_forgotten:
             return
-        self.heads[head] = None
+        self.heads[head] = blocks or self.heads.get(head, 0)
         self.is_changed = True
         if head.followers is None:
             head.followers = {self.key}
@@ -126,21 +142,21 @@ class Session:
             head.followers.add(self.key)
         if self.state is SessionState.DECODING:
             _add_guard(head, self.guard)
-        while len(self.heads) > HEADS_MAX:
-            self.drop_head(next(iter(self.heads)))
+        while len(self.heads) - len(self.kept) > HEADS_MAX:
+            self.drop_head(next(h for h in self.heads if h not in self.kept))
 
-    def hold_sinks(self, sinks: Entry) -> None:
-        """Make the last attention sink a head, before all others: the end of the chain stays the last one."""
-        if sinks not in self.heads and sinks.residences:
-            self.add_head(sinks)
-        if sinks in self.heads:
-            self.sinks = sinks
-            self.heads.move_to_end(sinks, last=False)
+    def keep(self, entry: Entry, blocks: int) -> None:
+        """Make a block a head that stays, before all others: the end of the chain stays the last one."""
+        if entry.residences and not self.is_forgotten:
+            self.kept.add(entry)
+            self.add_head(entry, blocks)
+            self.heads.move_to_end(entry, last=False)
 
     def drop_head(self, entry: Entry) -> None:
         """Let go of a head and its guard."""
         if entry in self.heads:
             del self.heads[entry]
+            self.kept.discard(entry)
             _drop_guard(entry, self.guard)
             if entry.followers is not None:
                 entry.followers.discard(self.key)
@@ -193,10 +209,10 @@ class SessionTable:
             origin = self.find(tenant, parent) if parent else None
             priority = priority or (origin.priority if origin is not None else "")
             session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
-            for head in origin.heads if origin is not None else ():
-                session.add_head(head)
             if origin is not None:
-                session.attention, session.sinks = origin.attention, origin.sinks
+                session.attention, session.kept = origin.attention, set(origin.kept)
+                for head, blocks in origin.heads.items():
+                    session.add_head(head, blocks)
             if not self._add(session):
                 why = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
                 raise InvalidInputError(f"session {name!r}: {why}; a node remembers {self._max}")
@@ -295,9 +311,10 @@ class SessionTable:
     def lost(self, entry: Entry, parent: Entry | None) -> None:
         """A head has no copy any more: its sessions fall back to the block before it."""
         for session in [self._sessions[key] for key in entry.followers or ()]:
+            blocks = session.heads.get(entry, 0)
             session.drop_head(entry)
             if parent is not None:
-                session.add_head(parent)
+                session.add_head(parent, max(0, blocks - 1) if parent.digest == entry.parent else 0)
 
     def broke(self, entry: Entry, parent: Entry, index: Index) -> None:
         """A block amid a chain has failed: decoding sessions that ran through it hold on to what stands before it."""

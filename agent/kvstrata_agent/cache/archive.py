@@ -110,29 +110,55 @@ class Archiver:
                     self._node.index.join(entry)
 
     def _slide(self, session: Session) -> None:
-        """Let go of what a session has behind its sinks and before its window: that leaves first.
+        """Let go of what a session has behind its sinks and before its window: that leaves first, but for anchors.
 
-        What another session or chain continues is none of it. The sinks are used whenever the session is.
+        What another session or chain continues is none of it. Sinks and anchors are used whenever the session is.
         """
         index, attention = self._node.index, session.attention
         block_tokens = self._node.spec.compatibility.block_tokens
-        for head in [h for h in session.heads if h is not session.sinks]:
+        for head in [h for h in session.heads if h not in session.kept]:
             own = self.exclusive(head, session)
             if not attention.passed(len(own), None, block_tokens):
                 continue
             lineage = [*own, *index.ancestors(own[-1])]
-            before = None if lineage[-1].parent else len(lineage) - len(own)
-            passed = attention.passed(len(own), before, block_tokens)
-            if passed:
-                index.cut(own[passed.start - 1])
-                index.join(own[-1])
-                self.age(own[passed.start : passed.stop])
+            is_whole = not lineage[-1].parent
+            if is_whole:
+                session.heads[head] = len(lineage)
+            self._pass(session, own, session.heads[head])
             sinks = attention.sink_blocks(block_tokens)
-            if before is not None and 0 < sinks < len(lineage):
-                session.hold_sinks(lineage[-sinks])
-        if session.sinks is not None:
-            session.hold_sinks(session.sinks)
-            self._node.returns.read_along(next(reversed(session.heads)), self.chain(session.sinks))
+            if is_whole and 0 < sinks < len(lineage):
+                session.keep(lineage[-sinks], sinks)
+        if session.kept:
+            kept = [entry for head in session.kept for entry in ((head,) if head.is_cut else self.chain(head))]
+            self._node.returns.read_along(next(reversed(session.heads)), kept)
+
+    def _pass(self, session: Session, own: Sequence[Entry], blocks: int) -> None:
+        """Cut a window off at the end of a chain of so many blocks (0: not known), and each anchor that it has left."""
+        index, attention = self._node.index, session.attention
+        block_tokens = self._node.spec.compatibility.block_tokens
+        passed = attention.passed(len(own), blocks - len(own) if blocks else None, block_tokens)
+        if not passed:
+            return
+        index.cut(own[passed.start - 1])
+        anchors = [n for n in passed if blocks and attention.is_anchor(blocks - 1 - n, blocks, block_tokens)]
+        for number in anchors:
+            index.cut(own[number])
+            session.keep(own[number], blocks - number)
+        if own[-1] not in session.kept:
+            index.join(own[-1])
+        self.age(own[n] for n in passed if own[n] not in session.kept)
+        if anchors:
+            self._thin(session, blocks)
+
+    def _thin(self, session: Session, blocks: int) -> None:
+        """Let go of anchors that a chain of so many blocks has no more."""
+        block_tokens = self._node.spec.compatibility.block_tokens
+        for entry in tuple(session.kept):
+            if not session.attention.stays(session.heads[entry] - 1, blocks, block_tokens):
+                session.drop_head(entry)
+                if not entry.followers:
+                    self._node.index.join(entry)
+                    self.age((entry,))
 
     async def archived(self, session: Session, within_s: float) -> bool:
         """Wait until a session is archived, `within_s` at most; returns whether it is."""
@@ -182,7 +208,8 @@ class Archiver:
             return own
         for entry in itertools.chain((head,), self._node.index.ancestors(head)):
             others = (entry.followers or set()) - {session.key}
-            if not entry.residences or others or self._node.index.blockers(entry, TIERS_MAX - 1) > bool(own):
+            is_continued = bool(own) or head in session.kept  # By what its window has passed.
+            if not entry.residences or others or self._node.index.blockers(entry, TIERS_MAX - 1) > is_continued:
                 break
             own.append(entry)
         return own

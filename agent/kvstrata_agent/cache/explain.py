@@ -77,6 +77,7 @@ class Explainer:
             "priority_class": class_of(session.priority).name.lower(),
             "sink_tokens": session.attention.sink_tokens,
             "window_tokens": session.attention.window_tokens,
+            "anchor_tokens": session.attention.anchor_tokens,
             "turns": session.turns,
             "urgency": session.urgency_at(self._node.clock()),
             "expected_return_s": returns_s,
@@ -87,13 +88,17 @@ class Explainer:
             "heads": [
                 {
                     "digest": h.digest.hex(),
+                    "is_kept": h in session.kept,
                     "tiers": [r.tier.name for r in h.residences],
                     "history": self._history(h.scope, h.digest),
                 }
                 for h in session.heads
             ],
             "log": [self._happened(e) for e in self._node.sessions.log.of(session.key)],
-            "absent_heads": [{"digest": d.hex(), "history": self._history(ScopeId(s), d)} for s, d in session.absent],
+            "absent_heads": [
+                {"digest": h.digest.hex(), "is_kept": h.is_kept, "history": self._history(ScopeId(h.scope), h.digest)}
+                for h in session.absent
+            ],
         }
 
     def _places(self, session: Session) -> dict[str, int]:

@@ -47,10 +47,15 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
     returns_at_s: float
     """Unix time of the expected return; 0 when unknown."""
     heads: tuple[tuple[str, bytes], ...]
-    """Scope and digest of the last block of each chain, oldest first."""
+    """Scope and digest of the last block of each chain, oldest first; before them those that a window keeps."""
     sink_tokens: int = 0
     window_tokens: int = 0
     """0, as in entries of earlier agents: the session attends to all tokens."""
+    anchor_tokens: int = 0
+    kept: int = 0
+    """So many of the heads, the first ones, are sinks and anchors that its window has left behind."""
+    blocks: tuple[int, ...] = ()
+    """Of the chain of each head; 0: not known. Empty in entries of earlier agents."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

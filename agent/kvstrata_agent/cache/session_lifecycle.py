@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.session_log import Happened, SessionEvent
-from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
+from kvstrata_agent.blocks.sessions import QUIET, AbsentHead, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_agent.policy.attention import Attention
 from kvstrata_agent.policy.prefetch import AGAIN_S, HORIZON_S, LOOK_S, FairSessions, Wanted
@@ -238,11 +238,13 @@ class SessionLife:
 
     def _remembered(self, session: Session) -> Remembered:
         returns_s = session.returns_at_s - self._node.clock() + self._journal.wall() if session.returns_at_s else 0.0
-        heads = (*session.absent, *((str(h.scope), h.digest) for h in session.heads))
-        parent = _parent(session)
+        here = (AbsentHead(h.scope, h.digest, n, h in session.kept) for h, n in session.heads.items())
+        heads = sorted((*session.absent, *here), key=lambda h: not h.is_kept)
+        attention = session.attention
         return Remembered(
-            session.state, session.priority, parent, session.turns, session.urgency, returns_s, tuple(heads),
-            session.attention.sink_tokens, session.attention.window_tokens,
+            session.state, session.priority, _parent(session), session.turns, session.urgency, returns_s,
+            tuple((str(h.scope), h.digest) for h in heads), attention.sink_tokens, attention.window_tokens,
+            attention.anchor_tokens, sum(h.is_kept for h in heads), tuple(h.blocks for h in heads),
         )  # fmt: skip
 
     def _remember(self, tenant: str, secret: ScopeSecret, name: str, past: Remembered) -> Session:
@@ -250,8 +252,8 @@ class SessionLife:
         now_s = self._node.clock()
         session = self._node.sessions.revive(tenant, name, now_s, past.priority)
         session.secret, session.parent_digest = secret, past.parent
-        session.turns, session.absent = past.turns, past.heads
-        session.attention = Attention(past.sink_tokens, past.window_tokens)
+        session.turns, session.absent = past.turns, _heads(past)
+        session.attention = Attention(past.sink_tokens, past.window_tokens, past.anchor_tokens)
         if past.returns_at_s:
             session.returns_at_s = now_s + past.returns_at_s - self._journal.wall()
         self._resolve(session)
@@ -262,13 +264,15 @@ class SessionLife:
 
     def _resolve(self, session: Session) -> None:
         """Turn heads that were names only into heads, as far as their blocks are here now."""
-        names, session.absent = session.absent, ()
-        for scope, digest in names:
-            entry = self._node.index.find(ScopeId(scope), digest)
-            if entry is not None and entry.residences:
-                session.add_head(entry)
+        heads, session.absent = session.absent, ()
+        for head in heads:
+            entry = self._node.index.find(ScopeId(head.scope), head.digest)
+            if entry is None or not entry.residences:
+                session.absent += (head,)
+            elif head.is_kept:
+                session.keep(entry, head.blocks)
             else:
-                session.absent += ((scope, digest),)
+                session.add_head(entry, head.blocks)
 
     async def _revive(self, session: Session, places: Sequence[RequestContext]) -> None:
         try:
@@ -358,6 +362,12 @@ def _parent(session: Session) -> bytes:
     return session.parent_digest
 
 
+def _heads(past: Remembered) -> tuple[AbsentHead, ...]:
+    blocks = past.blocks or (0,) * len(past.heads)
+    named = enumerate(zip(past.heads, blocks, strict=True))
+    return tuple(AbsentHead(*name, of_it, number < past.kept) for number, (name, of_it) in named)
+
+
 def _is_of_another(session: Session, secret: ScopeSecret | None) -> bool:
     """True for the session of an earlier tenant of this name, or of blocks that were erased with an earlier key."""
     return secret is not None and session.secret is not None and session.secret.scope != secret.scope
@@ -367,6 +377,6 @@ def _record(session: Session, state: SessionState, return_s: float) -> SessionRe
     """What the directory keeps of a session; which agent it is, the directory fills in."""
     head = next(reversed(session.heads)).digest if session.heads else b""
     if not head and session.absent:
-        head = session.absent[-1][1]
+        head = session.absent[-1].digest
     # No tenant: the key of the record belongs to its scope, and names have no place in Redis.
     return SessionRecord("", session.priority, state, _parent(session), head, "", session.urgency, return_s)

@@ -1,16 +1,24 @@
-"""Which blocks of its chain a session reads no more: those between its attention sinks and its sliding window. Pure."""
+"""Which blocks of its chain a session reads no more: those between its attention sinks and its sliding window. Pure.
+
+Between the two some may stay: one block in each so many tokens, an anchor. They thin out as a chain gets longer.
+"""
 
 from dataclasses import dataclass
 from typing import Final
 
+ANCHORS_MAX: Final = 256
+"""Anchors of one session: each use of it is one of theirs, which takes 0.1 ms for so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What the next token of a session attends to: its first tokens, and those right before it."""
+    """What the next token of a session attends to: its first tokens, those right before it, and anchors between."""
 
     sink_tokens: int = 0
     window_tokens: int = 0
     """0: all tokens."""
+    anchor_tokens: int = 0
+    """Of so many tokens between sinks and window the first block is read as well; 0: none is."""
 
     def sink_blocks(self, block_tokens: int) -> int:
         """Leading blocks that are always read."""
@@ -26,6 +34,22 @@ class Attention:
         first = min(blocks, -(-self.window_tokens // block_tokens))
         sinks = 0 if before is None else max(0, self.sink_blocks(block_tokens) - before)
         return range(first, max(first, blocks - sinks))
+
+    def is_anchor(self, number: int, blocks: int, block_tokens: int) -> bool:
+        """Whether a block that comes behind `number` others stays, in a chain of so many blocks.
+
+        Anchors lie twice as far apart whenever they would be more than `ANCHORS_MAX`: every second one stays.
+        """
+        if not self.anchor_tokens:
+            return False
+        step = -(-self.anchor_tokens // block_tokens)
+        while blocks > step * ANCHORS_MAX:
+            step *= 2
+        return number % step == 0
+
+    def stays(self, number: int, blocks: int, block_tokens: int) -> bool:
+        """Whether such a block is the last sink, or an anchor."""
+        return number + 1 == self.sink_blocks(block_tokens) or self.is_anchor(number, blocks, block_tokens)
 
 
 EVERYTHING: Final = Attention()

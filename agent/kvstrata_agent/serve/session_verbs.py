@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.blocks.sessions import Session, SessionState
@@ -145,14 +146,13 @@ class SessionVerbs:
 
 
 def _attention_of(request: wire.OpenSession) -> Attention:
-    for name, tokens in (("sink_tokens", request.sink_tokens), ("window_tokens", request.window_tokens)):
+    asked = Attention(request.sink_tokens, request.window_tokens, request.anchor_tokens)
+    for name, tokens in asdict(asked).items():
         if not 0 <= tokens <= wire.WINDOW_TOKENS_MAX:
             raise InvalidInputError(f"{name}: {tokens}, 0 to {wire.WINDOW_TOKENS_MAX} wanted")
-    if request.sink_tokens and not request.window_tokens:
-        raise InvalidInputError(
-            f"sink_tokens: {request.sink_tokens} without window_tokens, so all tokens are attended to"
-        )
-    return Attention(request.sink_tokens, request.window_tokens)
+        if tokens and not request.window_tokens:
+            raise InvalidInputError(f"{name}: {tokens} without window_tokens, so all tokens are attended to")
+    return asked
 
 
 def contexts_of(at: Attachment) -> list[RequestContext]:

@@ -491,11 +491,10 @@ def drop(target: Target, keys: Sequence[BlockKey]) -> Call[bytes]:
 
 
 def open_session(
-    target: Target, session: str, parent: str, priority: str, sink_tokens: int = 0, window_tokens: int = 0
+    target: Target, session: str, parent: str, priority: str, attended: tuple[int, int, int] = (0, 0, 0)
 ) -> Call[int]:
-    """Start, revive or fork a session."""
-    opening = session, parent, priority, sink_tokens, window_tokens
-    return _counted(lambda i: wire.OpenSession(i, *opening), target)
+    """Start, revive or fork a session; `attended` are tokens of sinks and window, and from anchor to anchor."""
+    return _counted(lambda i: wire.OpenSession(i, session, parent, priority, *attended), target)
 
 
 def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[Hinted]:

@@ -1,4 +1,4 @@
-"""A session with a sliding window keeps its sinks and the window; what lies between leaves first."""
+"""A session with a sliding window keeps its sinks, the window and its anchors; what lies between leaves first."""
 
 import json
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest
-from kvstrata_agent.policy.attention import EVERYTHING, Attention
+from kvstrata_agent.policy.attention import ANCHORS_MAX, EVERYTHING, Attention
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire import Outcome
@@ -25,6 +25,9 @@ SINKS, WINDOW = 2, 3
 STREAMED = 12
 PASSED = range(1 + SINKS, 1 + STREAMED - WINDOW)
 KEPT = [*range(1, 1 + SINKS), *range(1 + STREAMED - WINDOW, 1 + STREAMED)]
+APART = 3
+ANCHORS = [4, 7]
+"""Blocks 3 and 6, counted from 0; 0 is a sink, and 9 the first of the window."""
 
 
 @pytest.fixture(params=["ReuseAware", "LeafLRU"])
@@ -35,8 +38,9 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     await close(made)
 
 
-def opening(session: str = "s", parent: str = "", window: int = WINDOW) -> wire.OpenSession:
-    return wire.OpenSession(1, session, parent, "", SINKS * TOKENS if window else 0, window * TOKENS)
+def opening(session: str = "s", parent: str = "", window: int = WINDOW, apart: int = 0) -> wire.OpenSession:
+    sinks = SINKS * TOKENS if window else 0
+    return wire.OpenSession(1, session, parent, "", sinks, window * TOKENS, apart * TOKENS)
 
 
 async def streamed(engine: Engine, numbers: range, session: str = "s") -> None:
@@ -50,6 +54,13 @@ def in_memory(engine: Engine, numbers: range) -> list[int]:
     node = engine.core.node
     found = {n: node.index.find(*engine.key(n)) for n in numbers}
     return [n for n, e in found.items() if e is not None and e.residence(node.tiers[0]) is not None]
+
+
+def behind_children(engine: Engine) -> list[bytes]:
+    """Blocks that hang on one in a slower tier, which could not leave there before them."""
+    index = engine.core.node.index
+    linked = [(entry, parent) for entry in index if (parent := index.parent(entry)) is not None]
+    return [entry.digest for entry, parent in linked if parent.residences and parent.level > entry.level]
 
 
 async def made_room(engine: Engine, blocks: int) -> None:
@@ -97,7 +108,9 @@ async def test_a_stream_longer_than_memory_goes_on_while_it_decodes(engine: Engi
     await engine.ask(wire.TouchSession(1, "s", "decoding"))
     engine.low.capacity_bytes = 2 * SLOTS * BLOCK_BYTES
     last = 5 * SLOTS
-    await streamed(engine, range(1, 1 + last))
+    for number in range(1, 1 + last):
+        await streamed(engine, range(number, number + 1))
+        assert not behind_children(engine)
     here = in_memory(engine, range(1, 1 + last))
     assert here[:SINKS] == [1, 2]
     assert here[-WINDOW:] == list(range(1 + last - WINDOW, 1 + last))
@@ -179,19 +192,133 @@ async def test_what_was_passed_is_found_below_and_its_record_names_its_parent(en
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window", "named"), [(-1, 16, "sink_tokens"), (0, 1 << 25, "window_tokens"), (16, 0, "sink_tokens")]
+    ("sinks", "window", "apart", "named"),
+    [
+        (-1, 16, 0, "sink_tokens"),
+        (0, 1 << 25, 0, "window_tokens"),
+        (16, 0, 0, "sink_tokens"),
+        (0, 16, -1, "anchor_tokens"),
+        (0, 0, 16, "anchor_tokens"),
+    ],
 )
-async def test_a_window_out_of_bounds_is_refused(engine: Engine, sinks: int, window: int, named: str) -> None:
+async def test_a_window_out_of_bounds_is_refused(
+    engine: Engine, sinks: int, window: int, apart: int, named: str
+) -> None:
     with pytest.raises(InvalidInputError, match=f"^{named}: "):
-        await engine.ask(wire.OpenSession(1, "s", "", "", sinks, window))
+        await engine.ask(wire.OpenSession(1, "s", "", "", sinks, window, apart))
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 200_000), st.integers(1, 64))
+def test_anchors_are_bounded_and_those_of_a_longer_chain_were_ones_before(
+    apart: int, block_tokens: int, blocks: int, more: int
+) -> None:
+    attention = Attention(0, 16, apart)
+    anchors = [n for n in range(0, blocks, -(-apart // block_tokens)) if attention.is_anchor(n, blocks, block_tokens)]
+    assert len(anchors) <= ANCHORS_MAX
+    assert len(anchors) > min(blocks * block_tokens // (apart + block_tokens), ANCHORS_MAX) // 2 - 1
+    assert not any(attention.is_anchor(n + 1, blocks, block_tokens) for n in anchors if apart > block_tokens)
+    longer = blocks + more
+    assert all(
+        attention.is_anchor(n, blocks, block_tokens)
+        for n in range(blocks)[:2000]
+        if attention.is_anchor(n, longer, block_tokens)
+    )
+    assert not Attention(0, 16).is_anchor(0, blocks, block_tokens)
+
+
+async def test_anchors_between_sinks_and_window_stay(engine: Engine) -> None:
+    await engine.ask(opening(apart=APART))
+    await streamed(engine, range(1, 1 + STREAMED))
+    await engine.store(101, 102)
+    leaving = [n for n in PASSED if n not in ANCHORS]
+    await made_room(engine, len(leaving))
+    assert in_memory(engine, range(1, 1 + STREAMED)) == sorted([*KEPT, *ANCHORS])
+    assert in_memory(engine, range(101, 103)) == [101, 102]
+    told = json.loads((await engine.ask(wire.Explain(1, session="s"))).json)
+    assert told["anchor_tokens"] == APART * TOKENS
+    kept = {bytes.fromhex(head["digest"]) for head in told["heads"] if head["is_kept"]}
+    assert kept == {digest(SINKS), *map(digest, ANCHORS)}
+    assert bytes.fromhex(told["heads"][-1]["digest"]) == digest(STREAMED)
+    acquired = await engine.acquire(ANCHORS[0], session="s")
+    assert len(acquired.blocks) == 1
+    await streamed(engine, range(1 + STREAMED, 3 + STREAMED))
+    assert in_memory(engine, range(1, 3 + STREAMED))[-1] == 2 + STREAMED
+
+
+async def test_a_stream_longer_than_memory_keeps_its_anchors_while_it_decodes(engine: Engine) -> None:
+    await engine.ask(opening(apart=4 * APART))
+    await engine.ask(wire.TouchSession(1, "s", "decoding"))
+    engine.low.capacity_bytes = 2 * SLOTS * BLOCK_BYTES
+    last = 5 * SLOTS
+    await streamed(engine, range(1, 1 + last))
+    anchors = [n for n in range(1 + SINKS, 1 + last - WINDOW) if (n - 1) % (4 * APART) == 0]
+    assert {1, 2, *anchors, *range(1 + last - WINDOW, 1 + last)} <= set(in_memory(engine, range(1, 1 + last)))
+
+
+async def test_anchors_thin_out(engine: Engine) -> None:
+    """A stream of more anchors than a session may have keeps every second one."""
+    many = 2 * ANCHORS_MAX
+    await engine.core.node.tiers[0].backend.resize((many + SLOTS) * BLOCK_BYTES)
+    await engine.ask(opening(apart=1))
+    session = engine.core.node.sessions.find("a", "s")
+    assert session is not None
+    for number in range(1, 1 + many):
+        await engine.store(number, session="s")
+        assert len(session.kept) <= ANCHORS_MAX + 1
+    stay = {1, 2, *range(1, 1 + many, 2), *range(1 + many - WINDOW, 1 + many)}
+    await made_room(engine, many - len(stay))
+    assert in_memory(engine, range(1, 1 + many)) == sorted(stay)
+
+
+async def test_anchors_are_archived_and_remembered_with_their_places(engine: Engine) -> None:
+    await engine.ask(opening(apart=APART))
+    await streamed(engine, range(1, 1 + STREAMED))
+    archiver, table, life = engine.core.cache.archiver, engine.core.node.sessions, engine.core.cache.life
+    session = table.find("a", "s")
+    assert session is not None
+    chains = [[e.digest for e in chain] for chain in archiver.chains(session)]
+    wanted = [KEPT[:SINKS], *([n] for n in ANCHORS), KEPT[SINKS:]]
+    assert sorted(chains) == sorted(list(map(digest, chain)) for chain in wanted)
+    life.publish(session)
+    table.forget(session)
+    again = life.find("a", session.secret, "s")
+    assert again is not None
+    assert again.attention == Attention(SINKS * TOKENS, WINDOW * TOKENS, APART * TOKENS)
+    assert {(h.digest, n) for h, n in again.heads.items()} == {(digest(n), n) for n in (SINKS, *ANCHORS, STREAMED)}
+    assert {h.digest for h in again.kept} == {digest(SINKS), *map(digest, ANCHORS)}
+    await streamed(engine, range(1 + STREAMED, 1 + STREAMED + WINDOW))
+    assert {h.digest for h in again.kept} == {digest(SINKS), *map(digest, [*ANCHORS, 10])}, "its places go on"
+
+
+async def test_a_fork_has_its_parents_anchors(engine: Engine) -> None:
+    await engine.ask(opening(apart=APART))
+    await streamed(engine, range(1, 1 + STREAMED))
+    await engine.ask(wire.OpenSession(1, "fork", "s"))
+    parent, fork = (engine.core.node.sessions.find("a", name) for name in ("s", "fork"))
+    assert parent is not None
+    assert fork is not None
+    assert (fork.attention, fork.kept, fork.heads) == (parent.attention, parent.kept, parent.heads)
+    await engine.ask(wire.CloseSession(1, "s", archive=False))
+    await made_room(engine, len(PASSED) - len(ANCHORS))
+    assert in_memory(engine, range(1, 1 + STREAMED)) == sorted([*KEPT, *ANCHORS])
+
+
+async def test_who_attends_to_all_of_it_joins_anchors(engine: Engine) -> None:
+    await engine.ask(opening(apart=APART))
+    await streamed(engine, range(1, 1 + STREAMED))
+    await engine.ask(wire.OpenSession(1, "other"))
+    await engine.ask(wire.Touch(1, SCOPE, b"".join(map(digest, range(1, 1 + STREAMED))), "other"))
+    assert not any(e.is_cut for e in engine.core.node.index)
 
 
 async def test_an_ended_stream_leaves_nothing_behind_that_counts(engine: Engine) -> None:
-    await engine.ask(opening())
+    await engine.ask(opening(apart=APART))
     await streamed(engine, range(1, 1 + STREAMED))
+    await engine.store(101, 102)
     assert (await engine.ask(wire.CloseSession(1, "s", archive=False))).outcome is Outcome.ACCEPTED
-    await made_room(engine, SLOTS)
+    await made_room(engine, STREAMED)
     assert not in_memory(engine, range(1, 1 + STREAMED))
+    assert in_memory(engine, range(101, 103)) == [101, 102]
 
 
 @given(st.integers(0, 1 << 32))

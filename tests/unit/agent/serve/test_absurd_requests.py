@@ -53,7 +53,7 @@ def asked(kind: type) -> st.SearchStrategy[Any]:
         made = (
             {"id": FIELDS["id"]}
             | {f: st.sampled_from(["", "s", "t", "u"]) for f in ("session", "parent", "priority")}
-            | {f: st.sampled_from([-1, 0, 16, 32]) for f in ("sink_tokens", "window_tokens")}
+            | {f: st.sampled_from([-1, 0, 16, 32]) for f in ("sink_tokens", "window_tokens", "anchor_tokens")}
         )
     return st.builds(kind, **made)
 
