@@ -21,7 +21,7 @@ def inject(name: str) -> None:
 def operate(channel: Channel, *, argv: Sequence[str], log: str, defect: str) -> None:
     """Be an operator with a defect, or without, in a child of a nursery."""
     inject(defect)
-    become(channel, module="kvstrata_operator.app.main", argv=argv, log=log, environment=dict(os.environ))
+    become(channel, module="kvstrata_operator.app.main", argv=argv, files=[log], environment=dict(os.environ))
 
 
 def _remembers_placements() -> None:

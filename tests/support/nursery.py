@@ -28,6 +28,8 @@ WAIT_S = 60.0
 POLL_S = 0.001
 CLUSTER = "kvstrata_kube.connection"
 """What programs load with their first connection to a cluster: as much again as before."""
+LATER = {"kvstrata_client.cli": ("kvstrata_agent.app.standalone.main",)}
+"""What a program loads once it knows what it is to do."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -174,28 +176,36 @@ class Nursery:
             return int(self._socket.recv(32)), Channel(ours)
 
 
-def run_program(module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Program:
+def run_program(
+    module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, out: Path | None = None
+) -> Program:
     """Start `python -m module`, whose `main` takes the arguments; `log` gets its standard error at the end.
 
-    `environment` None: that of this process.
+    `environment` None: that of this process. `out` gets its standard output at the end; None: that of the tests.
     """
     found = dict(os.environ if environment is None else environment)
-    log.touch()  # Who looks for what it says need not wait until it is there.
-    return _warm(module).run(f"{__name__}:become", module=module, argv=list(argv), log=str(log), environment=found)
+    files = [path for path in (log, out) if path is not None]
+    for path in files:
+        path.touch()  # Who looks for what it says need not wait until it is there.
+    given = {"module": module, "argv": list(argv), "environment": found, "files": [str(path) for path in files]}
+    return _warm(module).run(f"{__name__}:become", **given)
 
 
 @functools.cache
 def _warm(module: str) -> Nursery:
     """One for each program, up to the end of this process: what one imports is not there in another."""
-    return Nursery([module, CLUSTER], is_shared=True).__enter__()
+    return Nursery([module, CLUSTER, *LATER.get(module, ())], is_shared=True).__enter__()
 
 
-def become(channel: Channel, *, module: str, argv: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """Be a program, in a child, and end as an interpreter does."""
+def become(
+    channel: Channel, *, module: str, argv: Sequence[str], files: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Be a program, in a child, and end as an interpreter does; standard error and output go to `files`."""
     os.environ.clear()
     os.environ.update(environment)
-    with Path(log).open("ab") as file:
-        os.dup2(file.fileno(), sys.stderr.fileno())
+    for stream, path in zip((sys.stderr, sys.stdout), files, strict=False):
+        with Path(path).open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
     program = importlib.import_module(module)
     sys.argv = [str(program.__file__), *argv]
     channel.close()

@@ -193,7 +193,7 @@ class Index:
         blocks = self._scopes[entry.scope]
         parent = self._before(blocks, entry.digest, parent) if parent != entry.parent else parent
         self._count(blocks, entry, -1)
-        self._offer_parent(blocks, entry)
+        self._queue_parent(blocks, entry)
         entry.parent = parent
         self._count(blocks, entry, 1)
         blocks.ancestry.forget()
@@ -204,7 +204,7 @@ class Index:
             blocks = self._scopes[entry.scope]
             self._count(blocks, entry, -1)
             entry.is_cut = True
-            self._offer_parent(blocks, entry)
+            self._queue_parent(blocks, entry)
 
     def join(self, entry: Entry) -> None:
         """Take a cut back, so that what comes before the block stays as long as it does: unless that is slower already.
@@ -219,20 +219,35 @@ class Index:
                 self._count(blocks, entry, 1)
 
     def add(self, entry: Entry, residence: Residence) -> None:
-        """Note a copy that can be read; the first one publishes the block.
+        """Note a copy that can be read. See `add_all`."""
+        self.add_all(((entry, residence),))
 
-        It becomes a possible victim here only where no child is in its way: else that happens when the last child goes.
+    def add_all(self, copies: Sequence[tuple[Entry, Residence]]) -> None:
+        """Note copies that can be read; the first one of a block publishes it.
+
+        Blocks become possible victims here only where no child is in their way: else that happens when the last one
+        goes. So all of them are here before the first is asked.
         """
-        tier, before = residence.tier, entry.residences
-        if before:
-            assert entry.residence(tier) is None, "one copy in each tier"
-            entry.residences = tuple(sorted((*before, residence), key=lambda r: r.tier.level))
-        else:
-            entry.residences = (residence,)
-        if entry.residences[0].tier.level != entry.level:
-            self._relevel(entry)
-        self.contents(tier).note(entry, residence.slot)
-        self._queue(entry)
+        risen: list[Entry] = []
+        """Not behind another one: what they continue is asked again."""
+        last = b""
+        for entry, residence in copies:
+            tier, before = residence.tier, entry.residences
+            if before:
+                assert entry.residence(tier) is None, "one copy in each tier"
+                entry.residences = tuple(sorted((*before, residence), key=lambda r: r.tier.level))
+            else:
+                entry.residences = (residence,)
+            if entry.residences[0].tier.level != entry.level:
+                self._relevel(entry)
+                if entry.parent != last:
+                    risen.append(entry)
+            self.contents(tier).note(entry, residence.slot)
+            last = entry.digest
+        for entry, _ in copies:
+            self._queue(entry)
+        for entry in risen:
+            self._queue_parent(self._scopes[entry.scope], entry)
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of pending blocks. Does what `add` does, for many at a time."""
@@ -350,7 +365,7 @@ class Index:
         del blocks.in_use[entry.digest]
         self._count(blocks, entry, -1)
         entry.level = GONE
-        self._offer_parent(blocks, entry)
+        self._queue_parent(blocks, entry)
         if not blocks:
             del self._scopes[entry.scope]
         blocks.ancestry.forget()
@@ -415,7 +430,7 @@ class Index:
         self._count(blocks, entry, 1)
         if is_slower:
             self._queue(entry)
-            self._offer_parent(blocks, entry)
+            self._queue_parent(blocks, entry)
             if entry.is_cut and entry.used_at_s <= 0.0:  # No window begins with it any more.
                 self.join(entry)
 
@@ -428,7 +443,7 @@ class Index:
         if step < 0 and not any(counts):
             del blocks.children[entry.parent]
 
-    def _offer_parent(self, blocks: Blocks, entry: Entry) -> None:
+    def _queue_parent(self, blocks: Blocks, entry: Entry) -> None:
         parent = blocks.get(entry.parent)
         if parent is not None:
             self._queue(parent)

@@ -293,11 +293,17 @@ class Node:
         self.changed.fire()
 
     def add_copy(self, entry: Entry, residence: Residence) -> None:
-        """Note a finished copy; the first one publishes the block."""
-        self._keep(residence)
-        self.index.add(entry, residence)
-        if entry.residences[0] is residence:
-            self.announcer.mark(entry.scope, entry.digest)
+        """Note a finished copy. See `add_copies`."""
+        self.add_copies(((entry, residence),))
+
+    def add_copies(self, copies: Sequence[tuple[Entry, Residence]]) -> None:
+        """Note finished copies; the first one of a block publishes it."""
+        for _, residence in copies:
+            self._keep(residence)
+        self.index.add_all(copies)
+        for entry, residence in copies:
+            if entry.residences[0] is residence:
+                self.announcer.mark(entry.scope, entry.digest)
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of blocks that a writer has finished."""

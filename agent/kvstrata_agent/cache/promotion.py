@@ -18,7 +18,7 @@ from kvstrata_api.errors import RetryableError
 from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Residence
     from kvstrata_agent.blocks.node import Node
@@ -200,20 +200,26 @@ class Promoter:
         self, entries: Sequence[Entry], tier: Tier, moves: list[Move], is_wanted: Callable[[], bool]
     ) -> int:
         """Take slots, waiting for room for the first one alone; returns how many blocks that settles."""
-        for count, entry in enumerate(entries):
-            if not entry.residences:
-                continue  # Dropped before this began.
-            source = next((r for r in entry.residences if r.record.codec not in LOSSY), entry.residences[0])
+        count = 0
+        while count < len(entries):
+            alike = _alike(entries[count:])
+            if not alike:
+                count += 1  # Dropped before this began.
+                continue
+            entry, source = alike[0]
             request = SlotRequest(tier, entry.scope, entry.tenant, source.record.raw_bytes)
-            try:
-                slot = self._node.allocate(request)
-            except RetryableError:
-                if moves:
-                    return count
-                if not is_wanted():
-                    return len(entries)
-                slot = await self._evictor.reserve(request, self._node.clock() + WAIT_S, is_wanted=is_wanted)
-            moves.append(self._mover.plan(entry, source, tier, slot))
+            slots = self._node.allocate_run(request, len(alike))
+            if not slots:
+                try:
+                    slots = [self._node.allocate(request)]
+                except RetryableError:
+                    if moves:
+                        return count
+                    if not is_wanted():
+                        return len(entries)
+                    slots = [await self._evictor.reserve(request, self._node.clock() + WAIT_S, is_wanted=is_wanted)]
+            moves += self._mover.plan_all(alike, tier, slots)
+            count += len(slots)
         return len(entries)
 
     async def _copied(self, moves: Sequence[Move], tier: Tier, urgency: Priority) -> set[Entry]:
@@ -289,6 +295,20 @@ class Promoter:
                 await self._mover.move([self._mover.plan(entry, source, target, slot)], target, Priority.DEMOTE)
             except RetryableError:
                 continue
+
+
+def _alike(entries: Iterable[Entry]) -> list[tuple[Entry, Residence]]:
+    """The first blocks that want equal slots of one account and scope, each with the copy that it is made of."""
+    found: list[tuple[Entry, Residence]] = []
+    for entry in entries:
+        if not entry.residences:
+            break
+        source = next((r for r in entry.residences if r.record.codec not in LOSSY), entry.residences[0])
+        wanted = entry.scope, entry.tenant, source.record.raw_bytes
+        if found and wanted != (found[0][0].scope, found[0][0].tenant, found[0][1].record.raw_bytes):
+            break
+        found.append((entry, source))
+    return found
 
 
 def _stored_bytes(entry: Entry) -> int:

@@ -10,6 +10,7 @@ store access, and undone on the way up. Checksums are bound to the slot, so ever
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -66,16 +67,19 @@ class Mover:
         """Plan the copy of a block into `target`, into `slot` where that was taken."""
         return Move(entry, source, slot, self._path(source, target, has_slot=slot is not None))
 
-    def plan_all(self, sources: Iterable[tuple[Entry, Residence]], target: Tier) -> list[Move]:
-        """Plan copies of blocks into new slots of `target`: what one tier has in one form goes by one path."""
+    def plan_all(
+        self, sources: Iterable[tuple[Entry, Residence]], target: Tier, slots: Iterable[SlotRef] | None = None
+    ) -> list[Move]:
+        """Plan copies of blocks into `slots` of `target`, or new ones: what one tier has in one form has one path."""
         paths: dict[tuple[Tier, str], CopyPath] = {}
         moves = []
-        for entry, source in sources:
+        places: Iterable[SlotRef | None] = itertools.repeat(None) if slots is None else slots
+        for (entry, source), slot in zip(sources, places, strict=False):
             form = source.tier, source.record.codec
             path = paths.get(form)
             if path is None:
-                path = paths[form] = self._path(source, target, has_slot=False)
-            moves.append(Move(entry, source, None, path))
+                path = paths[form] = self._path(source, target, has_slot=slot is not None)
+            moves.append(Move(entry, source, slot, path))
         return moves
 
     def _path(self, source: Residence, target: Tier, *, has_slot: bool) -> CopyPath:
@@ -164,7 +168,7 @@ class Mover:
             moved_bytes = sum(copy_made.record.raw_bytes for copy_made in copies)
             self.scheduler.count_moved(source.name, target.name, len(copies), moved_bytes, took_s)
             source.failures = target.failures = 0
-        return [c is not None and self._settle(m.entry, c) for m, c in zip(moves, made, strict=True)]
+        return self._settled(moves, made)
 
     async def _made(self, moves: Sequence[Move], target: Tier) -> Sequence[Residence | None]:
         group = self._groups.get(moves[0].path)
@@ -173,17 +177,29 @@ class Mover:
         (move,) = moves
         return [await self._copied(move.entry, move.source, target, move.slot)]
 
-    def _settle(self, entry: Entry, made: Residence) -> bool:
-        """Enter a finished copy, unless the block or the tier has gone, or the block is being read, meanwhile."""
-        old = entry.residence(made.tier)
-        if entry.level == GONE or not self._node.has(made.tier) or (old is not None and entry.leases):
-            self._node.free(made.tier, made.slot, entry.tenant)
-            return False
-        if old is not None:
-            self._node.swap_copy(entry, old, made)
-        else:
-            self._node.add_copy(entry, made)
-        return True
+    def _settled(self, moves: Sequence[Move], made: Sequence[Residence | None]) -> list[bool]:
+        """Enter finished copies, unless the block or the tier has gone, or the block is being read, meanwhile."""
+        added: list[tuple[Entry, Residence]] = []
+        ends = []
+        for move, copy_made in zip(moves, made, strict=True):
+            ends.append(copy_made is not None and self._is_wanted(move.entry, copy_made))
+            if copy_made is None or not ends[-1]:
+                continue
+            old = move.entry.residence(copy_made.tier)
+            if old is None:
+                added.append((move.entry, copy_made))
+            else:
+                self._node.swap_copy(move.entry, old, copy_made)
+        self._node.add_copies(added)
+        return ends
+
+    def _is_wanted(self, entry: Entry, made: Residence) -> bool:
+        """False for a copy that nobody has a use for any more; its slot is given back."""
+        is_read = entry.residence(made.tier) is not None and bool(entry.leases)
+        if entry.level != GONE and self._node.has(made.tier) and not is_read:
+            return True
+        self._node.free(made.tier, made.slot, entry.tenant)
+        return False
 
     async def _copied(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None) -> Residence | None:
         try:

@@ -16,6 +16,7 @@ import yaml
 
 from kvstrata import NO_TOKEN, Client, Layout, Target
 from kvstrata_api.names import API_VERSION
+from support.nursery import Program, run_program
 from support.runner.alone import environment
 
 LAYOUT = Layout("m", "r", "bf16", 16, layers=2, kv_heads=1, head_dim=64, element_bytes=2)
@@ -75,10 +76,10 @@ class Up:
 
     home: Path
     options: Sequence[str] = ()
-    process: "subprocess.Popen[bytes] | None" = None
+    process: "Program | subprocess.Popen[bytes] | None" = None
     objects: list[Json] = field(default_factory=list)
     module: str = "kvstrata_client.cli"
-    """What has kvstrata's command line."""
+    """What has kvstrata's command line. That itself is forked from a warm process, others start as they are."""
     pool: str = POOL
     environment: Mapping[str, str] = field(default_factory=dict)
     """What it gets besides that of tests."""
@@ -122,16 +123,22 @@ class Up:
         temporary.replace(self.manifest)
 
     @property
-    def command(self) -> list[str]:
+    def arguments(self) -> list[str]:
         files = ["-f", str(self.manifest)] if self.manifest.exists() else []
-        places = ["--state-dir", str(self.state), "--ready-file", str(self.ready_file)]
-        return [sys.executable, "-m", self.module, "up", *files, *places, *self.options]
+        return ["up", *files, "--state-dir", str(self.state), "--ready-file", str(self.ready_file), *self.options]
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", self.module, *self.arguments]
 
     def start(self) -> None:
         self.ready_file.unlink(missing_ok=True)
-        with (self.home / "log").open("ab") as log, (self.home / "out").open("ab") as out:
-            own = {**environment(), **self.environment}
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=own)
+        log, out, own = self.home / "log", self.home / "out", {**environment(), **self.environment}
+        if self.module == Up.module:
+            self.process = run_program(self.module, self.arguments, log, own, out)
+        else:
+            with log.open("ab") as errors, out.open("ab") as printed:
+                self.process = subprocess.Popen(self.command, stdout=printed, stderr=errors, env=own)
         until(self.is_serving)
 
     def is_serving(self) -> bool:

@@ -183,7 +183,7 @@ async def _uring_or_posix(directory: Path, lock_fd: int, probe: Path, *, is_meas
         return PosixVolume(directory, lock_fd, is_direct=True, fallback=str(e))
     fd = os.open(probe, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     page = mmap.mmap(-1, DIRECT_BYTES)
-    works = await mover.move("WRITE", fd, 0, [memoryview(page)])
+    works = not await mover.move("WRITE", fd, [(0, [memoryview(page)])])
     os.close(fd)
     if works and not (is_measured and await posix_is_faster(probe, mover)):
         return NixlVolume(directory, lock_fd, mover)

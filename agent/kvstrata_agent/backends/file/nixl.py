@@ -9,10 +9,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
 from kvstrata_agent.backends.file.volume import nothing
 from kvstrata_agent.backends.scratch import address_of
-from kvstrata_agent.backends.threads import in_thread, settle, together
+from kvstrata_agent.backends.threads import in_thread, settle
 from kvstrata_api.errors import UnsupportedError
 
 _PLUGIN: Final = "POSIX"
@@ -35,14 +35,34 @@ _BATCH_MAX: Final = 8
 """Transfers of a batch, which are answered together: few enough that the first need not wait long for the last."""
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """Transfers that a caller waits for together. Of its event loop alone."""
+
+    future: "asyncio.Future[None]"
+    left: set[int]
+    """Those that are under way, by number."""
+    failed: set[int] = field(default_factory=set)
+    """Those of which NIXL did not move all bytes."""
+
+    def end(self, number: int, *, is_moved: bool) -> None:
+        """Note the end of one of them."""
+        self.left.discard(number)
+        if not is_moved:
+            self.failed.add(number)
+        if not self.left and not self.future.done():
+            self.future.set_result(None)
+
+
 @dataclass(slots=True)
 class _Transfer:
     operation: str
     fd: int
     offset: int
     parts: Sequence[memoryview]
-    future: "asyncio.Future[bool]"
-    """True when NIXL moved all bytes."""
+    asked: _Asked
+    number: int
+    """Of those that were asked for with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,13 +85,19 @@ class NixlMover:
         self._thread = threading.Thread(target=self._run, name="kvstrata-nixl", daemon=True)
         self._thread.start()
 
-    async def move(self, operation: str, fd: int, offset: int, parts: Sequence[memoryview]) -> bool:
-        """READ or WRITE a range; false when NIXL did not, for a reason that it does not report."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._queue.put(_Transfer(operation, fd, offset, parts, future))
+    async def move(
+        self, operation: str, fd: int, ranges: Sequence[tuple[int, Sequence[memoryview]]]
+    ) -> Collection[int]:
+        """READ or WRITE from offsets on; numbers of those that NIXL did not move, for a reason that it keeps."""
+        if not ranges:
+            return ()
+        asked = _Asked(asyncio.get_running_loop().create_future(), set(range(len(ranges))))
+        for number, (offset, parts) in enumerate(ranges):
+            self._queue.put(_Transfer(operation, fd, offset, parts, asked, number))
         if self._is_stopped:
             self._refuse_queued()
-        return await settle(future)
+        await settle(asked.future)
+        return asked.failed
 
     async def close(self) -> None:
         """Wait for the transfers under way and stop the thread."""
@@ -180,17 +206,16 @@ def _batches(transfers: Sequence[_Transfer]) -> list[_Batch]:
 
 def _answer(transfers: Sequence[_Transfer], *, is_moved: bool) -> None:
     """Wake the callers, once for each loop: waking a loop is a system call."""
-    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[bool]]] = {}
+    loops: dict[asyncio.AbstractEventLoop, list[_Transfer]] = {}
     for transfer in transfers:
-        loops.setdefault(transfer.future.get_loop(), []).append(transfer.future)
-    for loop, futures in loops.items():
-        loop.call_soon_threadsafe(_resolve, futures, is_moved)
+        loops.setdefault(transfer.asked.future.get_loop(), []).append(transfer)
+    for loop, ended in loops.items():
+        loop.call_soon_threadsafe(_end, ended, is_moved)
 
 
-def _resolve(futures: "Sequence[asyncio.Future[bool]]", is_moved: bool) -> None:  # noqa: FBT001 - call_soon does so.
-    for future in futures:
-        if not future.done():
-            future.set_result(is_moved)
+def _end(transfers: Sequence[_Transfer], is_moved: bool) -> None:  # noqa: FBT001 - call_soon does so.
+    for transfer in transfers:
+        transfer.asked.end(transfer.number, is_moved=is_moved)
 
 
 def _start_agent() -> tuple[Any, tuple[type[Exception], ...]]:
@@ -221,14 +246,13 @@ class NixlFile(PosixFile):
     async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
         """Transfer; durable then, because the file was opened with O_DSYNC."""
         parts = await in_thread(self._movers, made)
-        if parts and not await self._mover.move("WRITE", self.fd, offset, parts):
+        if parts and await self._mover.move("WRITE", self.fd, [(offset, parts)]):
             await super().write(offset, lambda: parts)
 
     async def read(self, ranges: Sequence[tuple[int, memoryview]], then: Callable[[], None] = nothing) -> None:
         """Fill each memory."""
-        moves = [self._mover.move("READ", self.fd, offset, [into]) for offset, into in ranges]
-        moved = await together(moves)
-        left = [r for r, is_moved in zip(ranges, moved, strict=True) if not is_moved]
+        failed = await self._mover.move("READ", self.fd, [(offset, (into,)) for offset, into in ranges])
+        left = [ranges[number] for number in failed]
         if left or then is not nothing:
             await super().read(left, then)
 

@@ -55,6 +55,17 @@ async def test_what_a_reader_wants_rises_in_groups_that_share_a_move() -> None:
     await core.close()
 
 
+async def test_of_a_chain_that_has_risen_its_end_may_leave_and_nothing_before_it() -> None:
+    core, entries = await core_with_blocks_below()
+    core.cache.promoter.start_promotions(entries)
+    await core.cache.promoter.wait_together(entries, "a")
+    dram, nvme = (core.node.contents(tier) for tier in core.node.tiers)
+
+    assert [dram.is_queued(entry) for entry in entries] == [False] * (COUNT - 1) + [True]
+    assert all(nvme.is_queued(entry) for entry in entries), "memory has them too"
+    await core.close()
+
+
 async def test_blocks_whose_rise_has_not_begun_are_let_go_at_the_end() -> None:
     core, entries = await core_with_blocks_below()
 

@@ -85,7 +85,7 @@ async def test_what_costs_more_than_computing_even_alone_is_a_plain_miss(engine:
 async def test_a_writer_hears_that_blocks_wait_to_leave_and_nothing_when_they_are_held(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RESERVE_WAIT_S", 0.05)
+    monkeypatch.setattr(writer, "RESERVE_WAIT_S", 0.5)
     await engine.store(*range(10, 10 + SLOTS))
     gate = path(engine, "dram", "nvme")
     async with gate.enter(FLOOD):
