@@ -7,6 +7,7 @@ An entry takes more than a kilobyte, so blocks that nobody uses are packed into 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -44,6 +45,8 @@ class Index:
         self._nothing = Blocks(ScopeId("none/none"), self)
         self._round: Iterator[tuple[ScopeId, bytes]] = iter(())
         """What is still to be examined in this round of packing."""
+        self._continued: dict[Entry, None] | None = None
+        """What blocks have continued that left, while they are `leaving_together`."""
 
     def __iter__(self) -> Iterator[Entry]:
         for blocks in tuple(self._scopes.values()):
@@ -351,6 +354,19 @@ class Index:
             self.forget(entry)
         return gone
 
+    @contextmanager
+    def leaving_together(self) -> Iterator[None]:
+        """Ask what blocks continued only once all of them have left: of a chain most of that leaves, too."""
+        assert self._continued is None, "not within another one"
+        self._continued = {}
+        try:
+            yield
+        finally:
+            continued, self._continued = self._continued, None
+            for entry in continued:
+                if entry.level != GONE:
+                    self._queue(entry)
+
     def swap(self, entry: Entry, old: Residence, new: Residence) -> None:
         """Put a copy in another slot of the same tier in place of the old one."""
         entry.residences = tuple(new if r is old else r for r in entry.residences)
@@ -445,7 +461,9 @@ class Index:
 
     def _queue_parent(self, blocks: Blocks, entry: Entry) -> None:
         parent = blocks.get(entry.parent)
-        if parent is not None:
+        if parent is not None and self._continued is not None:
+            self._continued[parent] = None
+        elif parent is not None:
             self._queue(parent)
 
     def _queue(self, entry: Entry) -> None:

@@ -375,9 +375,10 @@ class Node:
     def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
         """Take copies away by policy, each as it comes; returns their bytes. Counts those that were a block's last."""
         freed_bytes = last = 0
-        for entry in entries:
-            last += len(entry.residences) == 1
-            freed_bytes += self.drop_copy(entry, tier).slot.size_bytes
+        with self.index.leaving_together():
+            for entry in entries:
+                last += len(entry.residences) == 1
+                freed_bytes += self.drop_copy(entry, tier).slot.size_bytes
         if last:
             self.counters.evicted(tier.name, reason, last)
         return freed_bytes
