@@ -437,6 +437,17 @@ def test_what_nothing_continues_any_more_may_leave() -> None:
     played(play)
 
 
+def test_what_the_evicted_end_of_a_chain_continued_may_leave() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1, 2, 3, 4)
+        node = engine.core.node
+        node.evict([block(engine, 4), block(engine, 3)], node.tiers[0], "room")
+        contents = node.contents(node.tiers[0])
+        assert [contents.is_queued(block(engine, n)) for n in (1, 2)] == [False, True]
+
+    played(play)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_copies_of_what_memory_has_do_not_hide_a_leaf_from_a_small_sample(
     seed: int, monkeypatch: pytest.MonkeyPatch
