@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="the demo computes with torch")
 pytest.importorskip("transformers", reason="the demo runs a model of transformers")
 
 WALL_S = 280.0
-"""Bound of one run; about 25 s on two idle cores."""
+"""Bound of one run; 20 to 90 s on two idle cores, by how fast they compute."""
 
 
 @pytest.fixture
