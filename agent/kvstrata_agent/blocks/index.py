@@ -231,7 +231,7 @@ class Index:
         Blocks become possible victims here only where no child is in their way: else that happens when the last one
         goes. So all of them are here before the first is asked.
         """
-        risen: list[Entry] = []
+        promoted: list[Entry] = []
         """Not behind another one: what they continue is asked again."""
         last = b""
         for entry, residence in copies:
@@ -244,12 +244,12 @@ class Index:
             if entry.residences[0].tier.level != entry.level:
                 self._relevel(entry)
                 if entry.parent != last:
-                    risen.append(entry)
+                    promoted.append(entry)
             self.contents(tier).note(entry, residence.slot)
             last = entry.digest
         for entry, _ in copies:
             self._queue(entry)
-        for entry in risen:
+        for entry in promoted:
             self._queue_parent(self._scopes[entry.scope], entry)
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:

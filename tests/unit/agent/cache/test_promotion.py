@@ -55,7 +55,7 @@ async def test_what_a_reader_wants_rises_in_groups_that_share_a_move() -> None:
     await core.close()
 
 
-async def test_of_a_chain_that_has_risen_its_end_may_leave_and_nothing_before_it() -> None:
+async def test_of_a_promoted_chain_the_end_may_leave_and_nothing_before_it() -> None:
     core, entries = await core_with_blocks_below()
     core.cache.promoter.start_promotions(entries)
     await core.cache.promoter.wait_together(entries, "a")
