@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 ANCHORS_MAX: Final = 256
-"""Anchors of one session: each use of it is one of theirs, which takes 0.1 ms for so many."""
+"""Anchors of one session: each use of it is one of theirs, and 125 to 180 took 0.1 to 0.4 ms (decision 185)."""
 
 
 @dataclass(frozen=True, slots=True)
