@@ -34,7 +34,7 @@ HOLDS_RATIO: Final = 0.99
 """Of the captured blocks a form must do for this share: more would let one block in a thousand decide for all."""
 _FORMS: Final = tuple(rung for rung in LADDER[: LADDER.index(Rung.EXACT)] if rung not in ROTATED)
 """Those of media below memory; what archives take besides, agents find out."""
-_ANY_ERROR: Final = 1e30
+_ANY_ERROR: Final = math.inf
 _PLANES_PER_LAYER: Final = 2
 _DIMENSIONS: Final = 6
 _HEADER_BYTES_MAX: Final = 16 << 20

@@ -9,7 +9,7 @@
 #define LEVEL kernels_avx2
 #define FLOATS 8
 #define LEVEL_NAME "avx2"
-#define TARGET __attribute__((target("avx2,bmi,popcnt")))
+#define TARGET __attribute__((target("avx2,bmi,fma,popcnt")))
 
 static int is_supported(void) { return has_avx2(); }
 
@@ -155,11 +155,11 @@ TARGET static inline int16_t largest_half(Vector halves)
     return largest_of_eight(_mm_max_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
-/* The sum of one number and of another one times 1 or -1. */
-TARGET static inline __m256 add_signed(__m256 a, __m256 b, __m256 signs)
-{
-    return _mm256_add_ps(a, _mm256_xor_ps(b, _mm256_and_ps(signs, _mm256_set1_ps(-0.0f))));
-}
+/* The sum of one number and of another one times 1 or -1: that product is exact, so it is rounded once, as ever. */
+TARGET static inline __m256 add_signed(__m256 a, __m256 b, __m256 signs) { return _mm256_fmadd_ps(b, signs, a); }
+
+/* A sum and a square, rounded once or twice. */
+TARGET static inline __m256 add_square(__m256 sum, __m256 a) { return _mm256_fmadd_ps(a, a, sum); }
 
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 TARGET static inline Vector rounded_words(Vector bits)
@@ -182,6 +182,77 @@ TARGET static inline void store_halves(uint8_t *into, Vector halves)
 {
     __m256i low = _mm256_and_si256(halves, _mm256_set1_epi16(0xFF)), bytes = _mm256_packus_epi16(low, low);
     _mm_storeu_si128((__m128i *)into, _mm256_castsi256_si128(_mm256_permute4x64_epi64(bytes, 0xD8)));
+}
+
+/* Bytes as words, and pairs of them. */
+TARGET static inline Vector words_of_bytes(const uint8_t *bytes)
+{
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+}
+
+TARGET static inline Vector words_of_pairs(const uint8_t *bytes)
+{
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)bytes));
+}
+
+#define HAS_PAIRS 1
+
+/* Of two vectors each: codes of four bits, those of `even` and `odd` in turns. */
+TARGET static inline void store_nibbles(uint8_t *into, const Vector *even, const Vector *odd)
+{
+    const __m256i low = _mm256_set1_epi32(0xF), high = _mm256_set1_epi32(0xF0);
+    __m256i words[2];
+    for (int i = 0; i < 2; i++)
+        words[i] = _mm256_or_si256(_mm256_and_si256(even[i], low), _mm256_and_si256(_mm256_slli_epi32(odd[i], 4), high));
+    __m256i halves = _mm256_packus_epi32(words[0], words[1]), bytes = _mm256_packus_epi16(halves, halves);
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+    _mm_storeu_si128((__m128i *)into, _mm256_castsi256_si128(bytes));
+}
+
+/* The lowest bits of words, of `even` and `odd` in turns, as bytes; halves of lanes stand in turns as well. */
+TARGET static inline __m256i lowest_bits(const Vector *even, const Vector *odd, int16_t bits)
+{
+    __m256i halves[2];
+    for (int i = 0; i < 2; i++) {
+        halves[i] = _mm256_blend_epi16(even[i], _mm256_slli_epi32(odd[i], 16), 0xAA);
+        halves[i] = _mm256_and_si256(halves[i], _mm256_set1_epi16(bits));
+    }
+    return _mm256_packus_epi16(halves[0], halves[1]);
+}
+
+TARGET static inline void store_bytes(uint8_t *into, const Vector *even, const Vector *odd)
+{
+    __m256i bytes = _mm256_permute4x64_epi64(lowest_bits(even, odd, 0xFF), 0xD8);
+    _mm256_storeu_si256((__m256i *)into, bytes);
+}
+
+/* Seven bits, and the signs of halves, which a half keeps where it becomes the nearest byte. */
+TARGET static inline void store_signed(uint8_t *into, const Vector *even, const Vector *odd, const Vector *halves)
+{
+    __m256i signs = _mm256_and_si256(_mm256_packs_epi16(halves[0], halves[1]), _mm256_set1_epi8((char)0x80));
+    __m256i bytes = _mm256_or_si256(lowest_bits(even, odd, 0x7F), signs);
+    _mm256_storeu_si256((__m256i *)into, _mm256_permute4x64_epi64(bytes, 0xD8));
+}
+
+/* What 32 codes of e4m3 come back as. The table has halves for those below 8, and for 8 to 15, which are normal and come
+   again times each power of two. */
+TARGET static inline void store_of_e4m3(uint8_t *into, Nibbled table, const uint8_t *codes)
+{
+    const __m256i lows = _mm256_broadcastsi128_si256(table.low), highs = _mm256_broadcastsi128_si256(table.high);
+    const __m256i eight = _mm256_set1_epi8(8), zero = _mm256_setzero_si256();
+    __m256i bytes = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)codes), 0xD8);
+    __m256i magnitudes = _mm256_and_si256(bytes, _mm256_set1_epi8(0x7F));
+    __m256i places = _mm256_and_si256(magnitudes, _mm256_set1_epi8(7));
+    places = _mm256_or_si256(places, _mm256_min_epu8(magnitudes, eight));
+    __m256i low = _mm256_shuffle_epi8(lows, places), high = _mm256_shuffle_epi8(highs, places);
+    high = _mm256_or_si256(high, _mm256_andnot_si256(magnitudes, bytes));
+    __m256i powers = _mm256_and_si256(_mm256_srli_epi16(magnitudes, 3), _mm256_set1_epi8(0xF));
+    powers = _mm256_subs_epu8(powers, _mm256_set1_epi8(1));
+    __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
+    first = _mm256_add_epi16(first, _mm256_srli_epi16(_mm256_unpacklo_epi8(zero, powers), 1));
+    second = _mm256_add_epi16(second, _mm256_srli_epi16(_mm256_unpackhi_epi8(zero, powers), 1));
+    _mm256_storeu_si256((__m256i *)into, first);
+    _mm256_storeu_si256((__m256i *)into + 1, second);
 }
 
 #include "body.h"

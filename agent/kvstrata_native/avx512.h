@@ -118,6 +118,9 @@ TARGET static inline int16_t largest_half(Vector halves)
 /* The sum of one number and of another one times 1 or -1: that product is exact, so it is rounded once, as ever. */
 TARGET static inline __m512 add_signed(__m512 a, __m512 b, __m512 signs) { return _mm512_fmadd_ps(b, signs, a); }
 
+/* A sum and a square, rounded once or twice. */
+TARGET static inline __m512 add_square(__m512 sum, __m512 a) { return _mm512_fmadd_ps(a, a, sum); }
+
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 TARGET static inline Vector rounded_words(Vector bits)
 {
@@ -138,6 +141,17 @@ TARGET static inline void store_words(uint8_t *into, Vector words)
 TARGET static inline void store_halves(uint8_t *into, Vector halves)
 {
     _mm256_storeu_si256((__m256i *)into, _mm512_cvtepi16_epi8(halves));
+}
+
+/* Bytes as words, and pairs of them. */
+TARGET static inline Vector words_of_bytes(const uint8_t *bytes)
+{
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+}
+
+TARGET static inline Vector words_of_pairs(const uint8_t *bytes)
+{
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)bytes));
 }
 
 #ifdef HAS_BYTES

@@ -5,7 +5,8 @@
    (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of
    them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), FLOATS, how many of
    them a vector has, and what works on these, larger() to store_halves(). With HAS_BYTES there are split_words(),
-   store_lowest_bytes() to store_marked() as well, with HAS_NIBBLES Nibbled with nibbled() and store_of_nibbles(). */
+   store_lowest_bytes() to store_marked() as well, with HAS_NIBBLES Nibbled with nibbled() and store_of_nibbles(), with
+   HAS_TABLES looked_up() and looked_up_once(), with HAS_PAIRS store_nibbles() to store_of_e4m3(): two vectors at once. */
 #include <string.h>
 
 #include "hash.h"
@@ -149,6 +150,8 @@ TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t siz
 #include "body_coding.h"
 
 #include "body_measured.h"
+
+#include "body_bounded.h"
 
 #include "body_rotated.h"
 

@@ -11,6 +11,7 @@ typedef struct {
 typedef struct {
     Words code;  /* In the low bits; what stands above them means nothing. */
     Floats back; /* Not rounded yet. */
+    Floats off;  /* What the code loses, in steps: the scale is worth one. */
     Words place; /* In the low bits: where it stands in a table. */
     Floats unit; /* Of what stands there. */
 } Coded;
@@ -24,19 +25,27 @@ TARGET ALWAYS Coded coded_fp8(Floats magnitudes, Shares shares)
     Floats scaled = magnitudes * shares.inverse;
     Words power = (Words)larger(scaled, (Floats){0} + float_of(normal_from)) & 0x7F800000;
     Floats rounder = (Floats)(power + rounder_above), sum = scaled + rounder;
-    return (Coded){(Words)sum + ((Words)sum >> 20), (sum - rounder) * shares.by, (Words)sum, (Floats)power};
+    Floats step = sum - rounder;
+    return (Coded){(Words)sum + ((Words)sum >> 20), step * shares.by, scaled - step, (Words)sum, (Floats)power};
 }
 
 TARGET ALWAYS Coded coded_int8(Floats values, Shares shares)
 {
-    Floats sum = values * shares.inverse + 0x1.8p23f;
-    return (Coded){.code = (Words)sum, .back = (sum - 0x1.8p23f) * shares.by};
+    Floats scaled = values * shares.inverse, sum = scaled + 0x1.8p23f, step = sum - 0x1.8p23f;
+    return (Coded){.code = (Words)sum, .back = step * shares.by, .off = scaled - step};
 }
 
 TARGET ALWAYS Coded coded_int4(Floats values, Shares shares)
 {
-    Floats sum = (values - shares.low) * shares.inverse + 0x1p23f;
-    return (Coded){(Words)sum, (sum - 0x1p23f) * shares.by + shares.low, (Words)sum, (Floats){0} + 1.0f};
+    Floats scaled = (values - shares.low) * shares.inverse, sum = scaled + 0x1p23f, step = sum - 0x1p23f;
+    return (Coded){(Words)sum, step * shares.by + shares.low, scaled - step, (Words)sum, (Floats){0} + 1.0f};
+}
+
+TARGET ALWAYS Coded coded_of(Floats values, Shares shares, int kind)
+{
+    return kind == FP8    ? coded_fp8(values, shares)
+           : kind == INT8 ? coded_int8(values, shares)
+                          : coded_int4(values, shares);
 }
 
 TARGET ALWAYS Floats rounded_to_bf16(Floats values) { return (Floats)rounded_words((Vector)values); }
@@ -99,6 +108,34 @@ TARGET ALWAYS void store_chunk(uint8_t *codes, Words even, Words odd, Words chun
         store_lowest_bytes(codes, (Vector)even, (Vector)odd);
     else
         store_signed_bytes(codes, (Vector)even, (Vector)odd, (Vector)chunk);
+}
+
+#define PARTS (LANES / CHUNK)
+
+/* LANES elements, and the codes of those at even places and of those at odd ones. */
+typedef struct {
+    Words chunks[PARTS], codes[2][PARTS];
+} Coding;
+
+TARGET ALWAYS void store_coding(uint8_t *into, const Coding *coding, int kind)
+{
+#ifdef HAS_PAIRS
+    Vector even[PARTS], odd[PARTS], halves[PARTS];
+    for (int part = 0; part < PARTS; part++) {
+        even[part] = (Vector)coding->codes[0][part], odd[part] = (Vector)coding->codes[1][part];
+        halves[part] = (Vector)coding->chunks[part];
+    }
+    if (kind == INT4)
+        store_nibbles(into, even, odd);
+    else if (kind == INT8)
+        store_bytes(into, even, odd);
+    else
+        store_signed(into, even, odd, halves);
+#else
+    for (int part = 0; part < PARTS; part++)
+        store_chunk(into + CODES(CHUNK * part), coding->codes[0][part], coding->codes[1][part], coding->chunks[part],
+                    kind);
+#endif
 }
 
 TARGET ALWAYS Shares shares_at(const Split *split, size_t i, int kind)

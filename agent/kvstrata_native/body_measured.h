@@ -4,7 +4,6 @@
    below 2 by a power of two before they are squared, so nothing overflows, and what underflows is nothing beside them. */
 
 enum { UNMEASURED, NEAR, FAR }; /* How errors are measured: squares as they are, or times by^2. */
-#define PARTS (LANES / CHUNK)
 #define BATCH 8192 /* Elements whose bounds are found before they are coded: half of the smallest first cache. */
 #define SINGLE_ROWS 16 /* Of so many rows at most squares are added in single precision. */
 
@@ -33,21 +32,21 @@ TARGET ALWAYS void add_loss(Floats *lost, Floats *all, Floats was, Floats came, 
 TARGET ALWAYS Words code_half(Floats *lost, Floats *all, Floats was, Shares shares, float by, int kind, int how,
                               int is_tabled)
 {
-    Coded coded = kind == FP8    ? coded_fp8(was, shares)
-                  : kind == INT8 ? coded_int8(was, shares)
-                                 : coded_int4(was, shares);
+    Coded coded = coded_of(was, shares, kind);
     if (how != UNMEASURED)
         add_loss(lost, all, was, came_back(coded, shares, kind, is_tabled), by, how);
     return coded.code;
 }
 
-TARGET ALWAYS void code_chunk(uint8_t *codes, const uint16_t *x, Floats *lost, Floats *all, const Shares *shares,
-                              float by, int kind, int how, int is_tabled)
+/* Codes of `part` of LANES elements, into their places. */
+TARGET ALWAYS void code_chunk(Coding *coding, int part, const uint16_t *x, Floats *lost, Floats *all,
+                              const Shares *shares, float by, int kind, int how, int is_tabled)
 {
     Words chunk = chunk_at(x), valued = kind == FP8 ? chunk & 0x7FFF7FFF : chunk;
-    Words even = code_half(lost, all, half_of(valued, 0), shares[0], by, kind, how, is_tabled);
-    Words odd = code_half(lost + 1, all + 1, half_of(valued, 1), shares[1], by, kind, how, is_tabled);
-    store_chunk(codes, even, odd, chunk, kind);
+    coding->chunks[part] = chunk;
+    for (int odd = 0; odd < 2; odd++)
+        coding->codes[odd][part] =
+            code_half(lost + odd, all + odd, half_of(valued, odd), shares[odd], by, kind, how, is_tabled);
 }
 
 /* The last elements of a row, fewer than LANES; scales of `split` are those from `first` on. */
@@ -56,6 +55,7 @@ TARGET ALWAYS void code_last(uint8_t *codes, const uint16_t *x, size_t count, Su
 {
     uint16_t padded[LANES] = {0};
     uint8_t made[LANES];
+    Coding coding;
     memcpy(padded, x, 2 * count);
     for (int part = 0; part < PARTS; part++) {
         size_t at = (size_t)(CHUNK * part);
@@ -63,12 +63,13 @@ TARGET ALWAYS void code_last(uint8_t *codes, const uint16_t *x, size_t count, Su
         Shares shares[2] = {fixed[0], fixed[1]};
         if (split != NULL)
             shares[0] = shares_at(split, first + at, kind), shares[1] = shares_at(split, first + at + FLOATS, kind);
-        code_chunk(made + CODES(at), padded + at, lost, all, shares, by, kind, how == NEAR ? FAR : how, 0);
+        code_chunk(&coding, part, padded + at, lost, all, shares, by, kind, how == NEAR ? FAR : how, 0);
         for (size_t i = at; how != UNMEASURED && i < LEAST(count, at + CHUNK); i++) {
             sums->lost[part][i % 2][(i - at) / 2] += lost[i % 2][(i - at) / 2];
             sums->all[part][i % 2][(i - at) / 2] += all[i % 2][(i - at) / 2];
         }
     }
+    store_coding(made, &coding, kind);
     memcpy(codes, made, CODES(count));
 }
 
@@ -79,14 +80,16 @@ TARGET ALWAYS void encode(uint8_t *codes, const uint16_t *x, size_t count, size_
     Shares shares[2] = {fixed[0], fixed[1]};
     size_t i = 0;
     for (; i + LANES <= count; i += LANES) {
+        Coding coding;
         __builtin_prefetch(x + ahead + i);
         for (int part = 0; part < PARTS; part++) {
             size_t at = i + (size_t)(CHUNK * part);
             if (split != NULL)
                 shares[0] = shares_at(split, at, kind), shares[1] = shares_at(split, at + FLOATS, kind);
-            code_chunk(codes + CODES(at), x + at, sums->lost[part], sums->all[part], shares, by, kind, how,
+            code_chunk(&coding, part, x + at, sums->lost[part], sums->all[part], shares, by, kind, how,
                        split == NULL && how == NEAR);
         }
+        store_coding(codes + CODES(i), &coding, kind);
     }
     if (i < count)
         code_last(codes + CODES(i), x + i, count - i, sums, split, i, fixed, by, kind, how);

@@ -1,5 +1,5 @@
 /* Blocks whose planes are stored in different forms; part of body.h. `forms.py` says what they are, `python.py`
-   is the oracle: equal to the bit, errors included. */
+   is the oracle: stored bytes are equal to the bit, and so are errors that are measured. */
 
 ALWAYS Grid grid_of_rung(int rung, const Mixing *mixing)
 {
@@ -42,30 +42,60 @@ static const uint8_t after[2][RUNGS] = {
 
 ALWAYS int is_exact(int rung) { return rung == EXACT || rung == AS_IT_IS || rung >= RUNGS; }
 
-/* Pack a plane on a rung and measure it; how long it is, or 0 where it cannot be, or becomes no shorter. */
-TARGET ALWAYS size_t pack_on(int rung, uint8_t *into, const uint16_t *x, const Mixing *mixing, double *error)
+/* How a plane is packed on a rung; `size` is 0 where it cannot be, or becomes no shorter. */
+typedef struct {
+    int is_rotated;
+    Rotation rotation;
+    Grid grid;
+    size_t size, scales;
+} Form;
+
+ALWAYS Form form_of(int rung, const Mixing *mixing)
 {
-    size_t bytes = 2 * mixing->rows * mixing->columns;
-    if (rung >= ROTATED_4) {
-        Rotation rotation = rotation_of(rung, mixing);
-        size_t size = rotation_bytes(&rotation);
-        if (rotation.run == 0 || size >= bytes)
-            return 0;
-        return pack_rotated(&rotation, into + 4 * mixing->rows, (uint16_t *)into, x, error) ? size : 0;
+    Form form = {.is_rotated = rung >= ROTATED_4, .scales = 4 * mixing->rows};
+    if (form.is_rotated) {
+        form.rotation = rotation_of(rung, mixing);
+        form.size = form.rotation.run == 0 ? 0 : rotation_bytes(&form.rotation);
+    } else {
+        form.grid = grid_of_rung(rung, mixing);
+        form.size = grid_bytes(&form.grid), form.scales = scales_bytes(&form.grid);
     }
-    Grid grid = grid_of_rung(rung, mixing);
-    if (grid_bytes(&grid) >= bytes)
-        return 0;
-    return pack_measured(&grid, into + scales_bytes(&grid), (uint16_t *)into, x, error) ? grid_bytes(&grid) : 0;
+    if (form.size >= 2 * mixing->rows * mixing->columns)
+        form.size = 0;
+    return form;
 }
 
-TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *mixing, uint8_t *rung, double *error)
+/* Whether a plane is packed on a rung with an error within the limit. It is measured where bounds do not tell, and
+   where they did not for the last plane on that rung, which is `doubtful` then; and where any error is permitted, for
+   then it is the error that is asked for. */
+TARGET ALWAYS int is_packed_on(const Form *form, unsigned rung, uint8_t *into, const uint16_t *x, const Mixing *mixing,
+                               double *error, unsigned *doubtful)
+{
+    uint16_t *scales = (uint16_t *)into;
+    uint8_t *codes = into + form->scales;
+    if (!(*doubtful >> rung & 1) && mixing->limit < __builtin_inf()) {
+        Bounds bounds;
+        int is_bounded = form->is_rotated ? rotate_bounded(&form->rotation, codes, scales, x, &bounds)
+                                          : pack_bounded(&form->grid, codes, scales, x, &bounds);
+        *error = bounds.most;
+        if (is_bounded && (bounds.most <= mixing->limit || bounds.least > mixing->limit))
+            return bounds.most <= mixing->limit;
+    }
+    int is_packed = form->is_rotated ? pack_rotated(&form->rotation, codes, scales, x, error)
+                                     : pack_measured(&form->grid, codes, scales, x, error);
+    int is_close = __builtin_fabs(*error - mixing->limit) <= unknown_of(*error);
+    *doubtful = (*doubtful & ~(1u << rung)) | (unsigned)is_close << rung;
+    return is_packed && *error <= mixing->limit;
+}
+
+TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *mixing, uint8_t *rung, double *error,
+                               unsigned *doubtful)
 {
     size_t bytes = 2 * mixing->rows * mixing->columns;
     for (; !is_exact(*rung); *rung = after[mixing->is_rotated][*rung]) {
-        size_t size = pack_on(*rung, into, x, mixing, error);
-        if (size > 0 && *error <= mixing->limit)
-            return size;
+        Form form = form_of(*rung, mixing);
+        if (form.size > 0 && is_packed_on(&form, *rung, into, x, mixing, error, doubtful))
+            return form.size;
     }
     *rung = EXACT, *error = 0.0;
     size_t size = narrow(into, (const uint8_t *)x, bytes, 2, mixing->width);
@@ -79,8 +109,9 @@ TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *m
 TARGET static size_t mix(uint8_t *into, const uint16_t *source, const Mixing *mixing, uint8_t *rungs, double *errors)
 {
     uint8_t *head = into, *body = into + HEAD_BYTES * mixing->planes;
+    unsigned doubtful = 0;
     for (size_t plane = 0; plane < mixing->planes; plane++, head += HEAD_BYTES) {
-        size_t size = mix_plane(body, source, mixing, rungs + plane, errors + plane);
+        size_t size = mix_plane(body, source, mixing, rungs + plane, errors + plane, &doubtful);
         uint32_t word = (uint32_t)size | (uint32_t)rungs[plane] << 24;
         memcpy(head, &word, sizeof word);
         source += mixing->rows * mixing->columns;

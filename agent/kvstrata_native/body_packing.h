@@ -35,9 +35,6 @@ TARGET ALWAYS uint16_t rounded(float value)
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-/* bf16 that is not below a positive `value`. */
-TARGET ALWAYS uint16_t rounded_up(float value) { return (uint16_t)((bits_of(value) + 0xFFFF) >> 16); }
-
 /* Order of bf16 as order of integers. Its own inverse. */
 TARGET ALWAYS int16_t ordered(uint16_t value) { return (int16_t)(value ^ ((int16_t)value >> 15 & 0x7FFF)); }
 
@@ -256,6 +253,24 @@ TARGET ALWAYS size_t decode_nibbles(uint16_t *x, const uint8_t *codes, float by,
 }
 #endif
 
+#ifdef HAS_PAIRS
+/* e4m3 of one scale: there are 16 numbers that codes come back as, times powers of two. Returns how many were decoded:
+   none where a scale is no kernel's, whose products might be no normal numbers. */
+TARGET ALWAYS size_t decode_e4m3(uint16_t *x, const uint8_t *codes, float by, size_t count)
+{
+    uint16_t table[16];
+    if (!(by >= SCALE_MIN && by < 0x1p100f))
+        return 0;
+    for (int code = 0; code < 16; code++)
+        table[code] = rounded((float)code * 0x1p-9f * by);
+    Nibbled looked = nibbled(table);
+    size_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store_of_e4m3((uint8_t *)(x + i), looked, codes + i);
+    return i;
+}
+#endif
+
 #define CODES(at) ((at) / (kind == INT4 ? 2 : 1)) /* Bytes of codes before element `at`. */
 
 /* One scale for `group` elements that lie beside each other. */
@@ -268,6 +283,10 @@ TARGET ALWAYS void unpack_runs(const Grid *grid, uint16_t *x, const uint8_t *cod
 #ifdef HAS_NIBBLES
         if (kind == INT4)
             i = decode_nibbles(x + at, codes + CODES(at), by, low, grid->group);
+#endif
+#ifdef HAS_PAIRS
+        if (kind == FP8)
+            i = decode_e4m3(x + at, codes + at, by, grid->group);
 #endif
         for (; i < grid->group; i += STRIP)
             decode_strip(x + at + i, codes + CODES(at + i), &by, &low, LEAST(STRIP, grid->group - i), kind, 0);

@@ -209,6 +209,72 @@ TARGET ALWAYS void code_row(const Rotation *rotation, uint8_t *codes, size_t row
     }
 }
 
+#define CODES_OF(elements, bits) ((elements) / ((bits) == 8 ? 1 : 2))
+
+/* Codes of row `row`, and the squares of what they lose in steps, and of all there is: a Hadamard matrix turns these
+   alike, so nothing is turned back. */
+TARGET ALWAYS void code_row_bounded(const Rotation *rotation, uint8_t *codes, size_t row, Turning *here, Shares shares,
+                                    size_t columns, Floats lost[2], Floats all[2])
+{
+    UNROLLED
+    for (size_t i = 0; i < columns / LANES; i++) {
+        Coding coding;
+        size_t at = row * columns + LANES * i;
+        for (size_t part = 0; part < PARTS; part++)
+            for (size_t odd = 0; odd < 2; odd++) {
+                Floats value = here->values[2 * (PARTS * i + part) + odd];
+                Coded coded = coded_int4(value, shares);
+                lost[odd] = (Floats)add_square(lost[odd], coded.off), all[odd] = (Floats)add_square(all[odd], value);
+                coding.codes[odd][part] = coded.code;
+                coding.chunks[part] = (Words){0}; /* No signs are stored. */
+            }
+        if (rotation->bits == 4 || rotation->bits == 8)
+            store_coding(codes + CODES_OF(at, rotation->bits), &coding, rotation->bits == 8 ? INT8 : INT4);
+        else
+            for (size_t part = 0; part < PARTS; part++)
+                store_coded(rotation, codes, at + CHUNK * part, CHUNK, coding.codes[0][part], coding.codes[1][part]);
+    }
+}
+
+TARGET ALWAYS void put_shares(const Rotation *rotation, uint16_t *scales, const Split *split, size_t top, size_t rows)
+{
+    for (size_t row = 0; row < rows; row++) {
+        scales[top + row] = (uint16_t)(bits_of(split->by[row]) >> 16);
+        scales[rotation->rows + top + row] = (uint16_t)(bits_of(split->low[row]) >> 16);
+    }
+}
+
+TARGET ALWAYS Shares shares_of_row(const Split *split, size_t row)
+{
+    return (Shares){everywhere(split->by[row]), everywhere(split->inverse[row]), everywhere(split->low[row]), {{0}, {0}}};
+}
+
+TARGET ALWAYS void turn_bounded(const Rotation *rotation, uint8_t *codes, uint16_t *scales, const uint16_t *x,
+                                size_t columns, size_t run, Squares *squares)
+{
+    Turned turned;
+    Split split;
+    memset(turned.lowest, 0, sizeof turned.lowest);
+    memset(turned.highest, 0, sizeof turned.highest);
+    for (size_t top = 0; top < rotation->rows; top += SINGLE_ROWS, x += SINGLE_ROWS * columns) {
+        Floats sum = {0}, all[2] = {{0}};
+        size_t rows = LEAST(SINGLE_ROWS, rotation->rows - top);
+        for (size_t row = 0; row < rows; row++)
+            turn_row(&turned, row, x + row * columns, columns, run);
+        share_rows(&split, &turned, rotation->bits);
+        put_shares(rotation, scales, &split, top, rows);
+        for (size_t row = 0; row < rows; row++) {
+            Floats lost[2] = {{0}};
+            Shares shares = shares_of_row(&split, row);
+            for (size_t i = 0; i < columns; i += LINE / 2)
+                __builtin_prefetch(x + row * columns + rotation->rows * columns + i);
+            code_row_bounded(rotation, codes, top + row, turned.rows + row, shares, columns, lost, all);
+            sum += (lost[0] + lost[1]) * squared(shares.by);
+        }
+        add_squares(squares, sum, all[0] + all[1]);
+    }
+}
+
 /* Some rows in phases, so that no row waits for the divisions of its own scale. */
 TARGET ALWAYS void pack_turned(const Rotation *rotation, uint8_t *codes, uint16_t *scales, size_t top, const uint16_t *x,
                                size_t columns, size_t run, Loss *loss, int how)
@@ -222,11 +288,9 @@ TARGET ALWAYS void pack_turned(const Rotation *rotation, uint8_t *codes, uint16_
     for (size_t row = 0; row < rows; row++)
         turn_row(&turned, row, x + row * columns, columns, run);
     share_rows(&split, &turned, rotation->bits);
+    put_shares(rotation, scales, &split, top, rows);
     for (size_t row = 0; row < rows; row++) {
-        Shares shares = {everywhere(split.by[row]), everywhere(split.inverse[row]), everywhere(split.low[row]),
-                         {{0}, {0}}};
-        scales[top + row] = (uint16_t)(bits_of(split.by[row]) >> 16);
-        scales[rotation->rows + top + row] = (uint16_t)(bits_of(split.low[row]) >> 16);
+        Shares shares = shares_of_row(&split, row);
         for (size_t i = 0; i < columns; i += LINE / 2)
             __builtin_prefetch(x + row * columns + rotation->rows * columns + i);
         code_row(rotation, codes, top + row, x + row * columns, turned.rows + row, shares, columns, run, &sums, loss->by,
@@ -264,43 +328,63 @@ TARGET static int pack_rotated(const Rotation *rotation, uint8_t *codes, uint16_
     return 1;
 }
 
-TARGET ALWAYS void load_codes(const Rotation *rotation, uint8_t *single, size_t row, const uint8_t *codes)
+/* As `pack_bounded`. */
+TARGET static int rotate_bounded(const Rotation *rotation, uint8_t *codes, uint16_t *scales, const uint16_t *x,
+                                 Bounds *bounds)
 {
-    size_t columns = rotation->columns, plane = rotation->rows * columns / 8;
-    if (rotation->bits == 8) {
-        memcpy(single, codes + row * columns, columns);
-        return;
-    }
-    for (size_t i = 0; i < columns / 2; i++) {
-        uint8_t both = codes[row * columns / 2 + i];
-        uint16_t pair = (uint16_t)((both & 0xF) | (both & 0xF0) << 4);
-        memcpy(single + 2 * i, &pair, sizeof pair);
-    }
-    const uint8_t *further = codes + 4 * plane + row * columns / 8;
-    for (int at = 4; at < rotation->bits; at++, further += plane)
-        for (size_t i = 0; i < columns / 8; i++) {
-            uint64_t eight, own = further[i] * 0x0101010101010101u & 0x8040201008040201u;
-            /* The top bit of each byte says whether it is not zero. */
-            uint64_t spread = ((own & 0x7F7F7F7F7F7F7F7Fu) + 0x7F7F7F7F7F7F7F7Fu) | own;
-            memcpy(&eight, single + 8 * i, sizeof eight);
-            eight |= (spread >> 7 & 0x0101010101010101u) << at;
-            memcpy(single + 8 * i, &eight, sizeof eight);
-        }
+    Squares squares = {0};
+    size_t columns = rotation->columns;
+    int is_known = columns % LANES == 0 && is_near(largest_of(x, rotation->rows * columns));
+    if (is_known && columns == 128)
+        turn_bounded(rotation, codes, scales, x, 128, 128, &squares);
+    else if (is_known)
+        turn_bounded(rotation, codes, scales, x, columns, rotation->run, &squares);
+    *bounds = bounds_of(&squares);
+    return is_known;
 }
 
-TARGET ALWAYS void unpack_row(uint16_t *x, const uint8_t *single, float by, float low, size_t columns,
-                              size_t run)
+typedef int32_t Integers __attribute__((vector_size(4 * FLOATS)));
+#define PLACES (((Words){0} + 1u) << 2 * (Words)NUMBERS) /* Of the bits of elements at even places. */
+
+/* Codes of a chunk from element `at` on, of which there are `count`: in the low bits of words those at even places, from
+   bit `bits` or 4 on those at odd ones. */
+TARGET ALWAYS Words pairs_of_codes(const uint8_t *codes, size_t at, size_t count, int bits)
+{
+    uint8_t here[CHUNK] = {0};
+    if (bits == 8 && count == CHUNK)
+        return (Words)words_of_pairs(codes + at);
+    if (bits < 8 && count == CHUNK)
+        return (Words)words_of_bytes(codes + at / 2);
+    memcpy(here, codes + CODES_OF(at, bits), CODES_OF(count, bits));
+    return (Words)(bits == 8 ? words_of_pairs(here) : words_of_bytes(here));
+}
+
+TARGET ALWAYS Floats codes_of(Words pairs, const Rotation *rotation, const uint8_t *codes, size_t at, size_t count,
+                              int bits, int odd)
+{
+    size_t plane = rotation->rows * rotation->columns / 8;
+    Words found = bits == 8 ? pairs >> (8 * odd) & 0xFF : pairs >> (4 * odd) & 0xF;
+    for (int bit = 4; bit < bits && bits < 8; bit++) {
+        uint32_t further = 0;
+        memcpy(&further, codes + (size_t)bit * plane + at / 8, count / 8);
+        Words own = ((Words){0} + (further >> odd)) & PLACES;
+        found |= (Words)(own != 0) & (1u << bit);
+    }
+    return __builtin_convertvector((Integers)found, Floats);
+}
+
+TARGET ALWAYS void unpack_row(const Rotation *rotation, uint16_t *x, const uint8_t *codes, size_t row, float by,
+                              float low, size_t columns, size_t run, int bits)
 {
     Turning here;
     size_t chunks = chunks_of(columns);
     UNROLLED
-    for (size_t i = 0; i < chunks; i++)
-        for (int odd = 0; odd < 2; odd++) {
-            Floats codes = {0};
-            for (size_t lane = 0; lane < FLOATS; lane++)
-                codes[lane] = (float)(int32_t)single[CHUNK * i + 2 * lane + (size_t)odd];
-            here.values[2 * i + (size_t)odd] = codes * by + low;
-        }
+    for (size_t i = 0; i < chunks; i++) {
+        size_t at = row * columns + CHUNK * i, count = LEAST(CHUNK, columns - CHUNK * i);
+        Words pairs = pairs_of_codes(codes, at, count, bits);
+        for (int odd = 0; odd < 2; odd++)
+            here.values[2 * i + (size_t)odd] = codes_of(pairs, rotation, codes, at, count, bits, odd) * by + low;
+    }
     rotate(here.values, chunks, run);
     UNROLLED
     for (size_t i = 0; i < chunks; i++) {
@@ -310,19 +394,29 @@ TARGET ALWAYS void unpack_row(uint16_t *x, const uint8_t *single, float by, floa
     }
 }
 
+/* Most heads have 128 channels. */
+TARGET ALWAYS void unpack_most(const Rotation *rotation, uint16_t *x, const uint8_t *codes, size_t row, float by,
+                               float low)
+{
+    switch (rotation->bits) {
+    case 4: unpack_row(rotation, x, codes, row, by, low, 128, 128, 4); break;
+    case 5: unpack_row(rotation, x, codes, row, by, low, 128, 128, 5); break;
+    case 6: unpack_row(rotation, x, codes, row, by, low, 128, 128, 6); break;
+    case 8: unpack_row(rotation, x, codes, row, by, low, 128, 128, 8); break;
+    }
+}
+
 /* 0 where scales are none that `pack_rotated` makes. */
 TARGET static int unpack_rotated(const Rotation *rotation, uint16_t *x, const uint8_t *codes, const uint16_t *scales)
 {
-    uint8_t single[RUN_MOST] = {0};
     if (largest_of(scales, 2 * rotation->rows) >= SHARE_BELOW)
         return 0;
     for (size_t row = 0; row < rotation->rows; row++, x += rotation->columns) {
         float by = widened(scales[row]), low = widened(scales[rotation->rows + row]);
-        load_codes(rotation, single, row, codes);
         if (rotation->columns == 128)
-            unpack_row(x, single, by, low, 128, 128);
+            unpack_most(rotation, x, codes, row, by, low);
         else
-            unpack_row(x, single, by, low, rotation->columns, rotation->run);
+            unpack_row(rotation, x, codes, row, by, low, rotation->columns, rotation->run, rotation->bits);
     }
     return 1;
 }

@@ -18,7 +18,8 @@ groups; behind those of INT4 stand the groups' least values in the same order.
 **Mixed**: blocks whose planes are stored in different forms. A plane is the K or the V of one head of one layer: rows
 of columns in bf16. Its rung is its form; those further up the ladder take more bytes and lose less, mostly. A head of
 four bytes for each plane gives rung and length; bodies follow, each padded to an even length: scales and then codes of
-a packing, what `narrow` makes, or the plane.
+a packing, what `narrow` makes, or the plane. What `mix` says of a plane's error is never less than it is, and at most
+`ERROR_ABOVE` more: where bounds tell whether it is permitted, it is not measured to the end.
 """
 
 from enum import IntEnum
@@ -43,6 +44,9 @@ WIDER: Final = 128
 UNCODED: Final = 255
 """As a strip's second byte: its top bytes follow as they are."""
 ELEMENT_BYTES: Final = (1, 2, 4)
+
+ERROR_ABOVE: Final = 0.004
+"""What a stated error may lie above the plane's, times 1 + the error: twice the most that rounding to bf16 moves."""
 
 HEAD_BYTES: Final = 4
 PLANE_BYTES_MAX: Final = 0xFFFF00
@@ -172,7 +176,7 @@ class Mixing(NamedTuple):
     width: int
     """Bits of a code of exact planes, see `width_of`."""
     limit: float = 0.0
-    """Relative error that a plane may have, ||x - x'|| / ||x||; of no meaning to `unmix`."""
+    """Relative error that a plane may have, ||x - x'|| / ||x||; of no meaning to `unmix`. With `inf` any, measured."""
     is_rotated: bool = False
     """Rotated planes are tried as well: shorter, and several times as long in the making. Of no meaning to `unmix`."""
 

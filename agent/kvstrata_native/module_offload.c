@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h> /* Python.h has it no longer where the API is limited. */
 #include <string.h>
 #include <time.h>
 

@@ -7,10 +7,11 @@
 #define BIT(n) (1u << (n))
 
 /* Of leaf 1, ECX. */
+#define FMA BIT(12)
 #define POPCNT BIT(23)
 #define OSXSAVE BIT(27)
 /* Of leaf 7, EBX. */
-#define AVX2 (BIT(3) | BIT(5)) /* With bmi. */
+#define AVX2 (BIT(3) | BIT(5)) /* With bmi, and with fma of leaf 1, as all makers have it but in a few chips. */
 #define AVX512 (BIT(16) | BIT(17) | BIT(30) | BIT(31)) /* f, dq, bw, vl. */
 #define BMI2 BIT(8)
 #define CLFLUSHOPT BIT(23)
@@ -23,7 +24,7 @@
 static int has(unsigned ebx, unsigned ecx, unsigned kept)
 {
     unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (POPCNT | OSXSAVE)) != (POPCNT | OSXSAVE))
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (FMA | POPCNT | OSXSAVE)) != (FMA | POPCNT | OSXSAVE))
         return 0;
     unsigned low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

@@ -1,6 +1,6 @@
 """The kernels in NumPy: what runs where nothing was compiled, and what the compiled ones are compared with.
 
-Results are equal to theirs to the bit, errors of planes included.
+Results are equal to theirs to the bit, but for errors of planes: these are measured, which others may bound (`forms`).
 """
 
 from __future__ import annotations

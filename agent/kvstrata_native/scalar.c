@@ -60,6 +60,9 @@ static inline __m128 add_signed(__m128 a, __m128 b, __m128 signs)
     return _mm_add_ps(a, _mm_xor_ps(b, _mm_and_ps(signs, _mm_set1_ps(-0.0f))));
 }
 
+/* A sum and a square, rounded once or twice. */
+static inline __m128 add_square(__m128 sum, __m128 a) { return _mm_add_ps(sum, _mm_mul_ps(a, a)); }
+
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 static inline Vector rounded_words(Vector bits)
 {
@@ -140,6 +143,9 @@ static inline Vector smaller_halves(Vector a, Vector b)
 /* The sum of one number and of another one times 1 or -1. */
 static inline Values add_signed(Values a, Values b, Values signs) { return a + b * signs; }
 
+/* A sum and a square, rounded once or twice. */
+static inline Values add_square(Values sum, Values a) { return sum + a * a; }
+
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 static inline Vector rounded_words(Vector bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000; }
 
@@ -179,6 +185,27 @@ static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t ran
     return found;
 }
 #endif
+
+/* Bytes as words, and pairs of them. */
+static inline Vector words_of_bytes(const uint8_t *bytes)
+{
+    uint32_t words[4];
+    Vector found;
+    for (int i = 0; i < 4; i++)
+        words[i] = bytes[i];
+    memcpy(&found, words, sizeof found);
+    return found;
+}
+
+static inline Vector words_of_pairs(const uint8_t *bytes)
+{
+    uint32_t words[4];
+    Vector found;
+    for (int i = 0; i < 4; i++)
+        words[i] = (uint32_t)(bytes[2 * i] | bytes[2 * i + 1] << 8);
+    memcpy(&found, words, sizeof found);
+    return found;
+}
 
 /* The greatest one of signed halves. */
 static inline int16_t largest_half(Vector halves)

@@ -220,7 +220,8 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_codec_error_ratio", Kind.HISTOGRAM,
-        "Largest measured error, |x - x'| / |x|, of the planes of one block in this form.", ("pool", "node", "form"),
+        "Largest error, |x - x'| / |x|, of the planes of one block in this form, or up to 0.004 more.",
+        ("pool", "node", "form"),
         _AGENT_ERRORS,
     ),
     Metric(

@@ -49,7 +49,7 @@ class Settled(NamedTuple):
     missed: int
     """Planes of which a cheaper form was expected to do, and did not: the cache's numbers drift."""
     worst_error: float
-    """The largest ||x - x'|| / ||x|| of a plane."""
+    """The largest ||x - x'|| / ||x|| of a plane, or up to `forms.ERROR_ABOVE` more."""
 
 
 class Encoded(NamedTuple):

@@ -1,4 +1,4 @@
-"""Codec that loses what the pool permits: each plane in the cheapest form whose measured error is small enough.
+"""Codec that loses what the pool permits: each plane in the cheapest form whose error is small enough.
 
 Stored form, little-endian: `version u8 | bits of a code u8 | zero u16 | planes u32 | rows u32 | columns u32 |
 raw bytes u64`, then what `kvstrata_native.mix` makes (docs/format.md).
@@ -162,7 +162,7 @@ class MixedCodec:
         return self._watch.seen
 
     def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
-        """Stored form; the error of every plane was measured, and those that would lose too much are exact."""
+        """Stored form; the error of every plane is known, and those that would lose too much are exact."""
         if shape.planes is None:
             return self._exact.encode(raw, shape, into)
         first = self._guesses.first(shape.layout_id, shape.planes.planes)

@@ -25,7 +25,7 @@ import kvstrata_native
 from kvstrata_client.conformance.driver import ConformanceError
 from kvstrata_client.conformance.scenarios import Outcome
 from kvstrata_native import offload
-from kvstrata_native.forms import Kind, Mixing, Packing, narrowed_bytes_max
+from kvstrata_native.forms import ERROR_ABOVE, Kind, Mixing, Packing, narrowed_bytes_max
 from kvstrata_native.offload import (
     ABI_MAJOR,
     ABI_VERSION,
@@ -284,6 +284,15 @@ class Coded:
         """Room for another encoding."""
         return [r.copy() for r in self.room]
 
+    def is_made(self, into: list[Bytes]) -> bool:
+        """Whether an encoder filled these as the kernels do; errors of planes may be bounds (`ERROR_ABOVE`)."""
+        pairs = list(zip(into, self.stored, strict=True))
+        if self.codec == CodecId.MIX:
+            made, wanted = (side.view(np.float64) for side in pairs.pop())
+            if not (np.abs(made - wanted) <= ERROR_ABOVE * (1 + wanted)).all():
+                return False
+        return all(np.array_equal(made[: wanted.nbytes], wanted) for made, wanted in pairs)
+
     @property
     def sources(self) -> list[Bytes]:
         """What a decoder reads."""
@@ -356,14 +365,13 @@ def _decoding(coded: Coded, into: Bytes, steps: Step = _ALONE, **fields: Any) ->
 
 
 def codecs(kit: Kit) -> None:
-    """ENCODE and DECODE of every codec give the bytes of the kernels of this build, to the bit."""
+    """ENCODE and DECODE of every codec give the bytes of this build's kernels, to the bit but for MIX's errors."""
     for coded in _blocks(kit):
         what, into = f"{coded.codec.name} of {coded.raw.nbytes} B", coded.targets()
         done = kit.expect(_encoding(coded, into), Status.OK, f"encoding {what}")
         filled = done.filled_bytes
         _require(filled == coded.stored[0].nbytes, f"encoding {what}: {filled} B, {coded.stored[0].nbytes} wanted")
-        for made, wanted in zip(into, coded.stored, strict=True):
-            _require(np.array_equal(made[: wanted.nbytes], wanted), f"encoding {what}: other bytes")
+        _require(coded.is_made(into), f"encoding {what}: other bytes")
         raw = np.zeros_like(coded.raw)
         done = kit.expect(_decoding(coded, raw), Status.OK, f"decoding {what}")
         _require(np.array_equal(raw, coded.decoded), f"decoding {what}: other bytes")
@@ -378,8 +386,7 @@ def fused(kit: Kit) -> None:
         of_raw, stored = kvstrata_native.xxh3_128(coded.raw, 5), np.concatenate(coded.sources)
         done = kit.expect(_encoding(coded, into, Step.DIGEST | Step.COPY, seeds=(5,)), Status.OK, f"encoding {what}")
         _require(digest_of(done) == of_raw, f"encoding {what}: wrong digest of the raw side")
-        for made, wanted in zip(into, coded.stored, strict=True):
-            _require(np.array_equal(made[: wanted.nbytes], wanted), f"encoding and digest of {what}: other bytes")
+        _require(coded.is_made(into), f"encoding and digest of {what}: other bytes")
         if stored.nbytes < max(kit.is_.digest_bytes_min, 241):
             continue
         of_stored = kvstrata_native.xxh3_128(stored, 3)

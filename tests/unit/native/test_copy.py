@@ -24,8 +24,8 @@ sizes = st.one_of(st.integers(0, 300), st.integers(EDGE_BYTES - 70, EDGE_BYTES +
 
 
 FLAGS = {
-    "avx2": {"avx2", "bmi1", "popcnt"},
-    "avx512": {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi1", "popcnt"},
+    "avx2": {"avx2", "bmi1", "fma", "popcnt"},
+    "avx512": {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi1", "fma", "popcnt"},
     "avx512_vbmi2": {
         "avx512f",
         "avx512bw",
