@@ -158,8 +158,8 @@ TARGET static inline int16_t largest_half(Vector halves)
 /* The sum of one number and of another one times 1 or -1: that product is exact, so it is rounded once, as ever. */
 TARGET static inline __m256 add_signed(__m256 a, __m256 b, __m256 signs) { return _mm256_fmadd_ps(b, signs, a); }
 
-/* A sum and a square, rounded once or twice. */
-TARGET static inline __m256 add_square(__m256 sum, __m256 a) { return _mm256_fmadd_ps(a, a, sum); }
+/* A sum and a product, rounded once or twice. */
+TARGET static inline __m256 add_product(__m256 sum, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, sum); }
 
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 TARGET static inline Vector rounded_words(Vector bits)
@@ -195,15 +195,22 @@ TARGET static inline Vector words_of_pairs(const uint8_t *bytes)
     return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)bytes));
 }
 
+#define HAS_EIGHTS 1
+
+/* Numbers of a table of eight, by the lowest three bits of words. */
+TARGET static inline __m256 looked_up_eighth(__m256 table, Vector words) { return _mm256_permutevar8x32_ps(table, words); }
+
 #define HAS_PAIRS 1
 
-/* Of two vectors each: codes of four bits, those of `even` and `odd` in turns. */
+/* Of two vectors each: codes of four bits, those of `even` and `odd` in turns. Above them stands what a sum of 2^23 and a
+   code has, which is zero in the next bits. */
 TARGET static inline void store_nibbles(uint8_t *into, const Vector *even, const Vector *odd)
 {
-    const __m256i low = _mm256_set1_epi32(0xF), high = _mm256_set1_epi32(0xF0);
     __m256i words[2];
-    for (int i = 0; i < 2; i++)
-        words[i] = _mm256_or_si256(_mm256_and_si256(even[i], low), _mm256_and_si256(_mm256_slli_epi32(odd[i], 4), high));
+    for (int i = 0; i < 2; i++) {
+        words[i] = _mm256_add_epi32(even[i], _mm256_slli_epi32(odd[i], 4));
+        words[i] = _mm256_and_si256(words[i], _mm256_set1_epi32(0xFF));
+    }
     __m256i halves = _mm256_packus_epi32(words[0], words[1]), bytes = _mm256_packus_epi16(halves, halves);
     bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
     _mm_storeu_si128((__m128i *)into, _mm256_castsi256_si128(bytes));

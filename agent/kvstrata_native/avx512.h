@@ -79,6 +79,14 @@ TARGET static inline __m512 looked_up(__m512 first, __m512 second, Vector words)
     return _mm512_permutex2var_ps(first, words, second);
 }
 
+#define HAS_EIGHTS 1
+
+/* Numbers of a table of eight, which it has twice, by the lowest three bits of words. */
+TARGET static inline __m512 looked_up_eighth(__m512 table, Vector words)
+{
+    return _mm512_permutexvar_ps(words, table);
+}
+
 #define HAS_NIBBLES 1
 
 typedef __m512i Nibbled;
@@ -118,8 +126,8 @@ TARGET static inline int16_t largest_half(Vector halves)
 /* The sum of one number and of another one times 1 or -1: that product is exact, so it is rounded once, as ever. */
 TARGET static inline __m512 add_signed(__m512 a, __m512 b, __m512 signs) { return _mm512_fmadd_ps(b, signs, a); }
 
-/* A sum and a square, rounded once or twice. */
-TARGET static inline __m512 add_square(__m512 sum, __m512 a) { return _mm512_fmadd_ps(a, a, sum); }
+/* A sum and a product, rounded once or twice. */
+TARGET static inline __m512 add_product(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
 
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 TARGET static inline Vector rounded_words(Vector bits)

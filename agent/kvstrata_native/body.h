@@ -6,7 +6,7 @@
    them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), FLOATS, how many of
    them a vector has, and what works on these, larger() to store_halves(). With HAS_BYTES there are split_words(),
    store_lowest_bytes() to store_marked() as well, with HAS_NIBBLES Nibbled with nibbled() and store_of_nibbles(), with
-   HAS_TABLES looked_up() and looked_up_once(), with HAS_PAIRS store_nibbles() to store_of_e4m3(): two vectors at once. */
+   HAS_TABLES looked_up() and looked_up_once(), with HAS_EIGHTS looked_up_eighth(), with HAS_PAIRS store_nibbles() to store_of_e4m3(): two vectors at once. */
 #include <string.h>
 
 #include "hash.h"

@@ -1,11 +1,13 @@
 /* Packing that bounds what it loses, without looking at what codes come back as; part of body.h.
 
    What codes lose is summed in steps of the codes, and times a step's square only for a row or column. What is rounded
-   to bf16 afterwards moves by at most half of its last bit. So the error of a plane is known to about 0.2 % of the
+   to bf16 afterwards moves by at most half of its last bit. So the error of a plane is known to about 0.4 % of the
    plane, for half of the work: enough, but where the limit lies in between. Such planes are measured (body_measured.h).
-   Which form a plane gets is the same at every level for that reason, though sums are rounded as each level likes. */
+   What rounding does to e4m3 depends on three bits of a code: it is looked up, where a level can, and then all but the
+   sums is exact. Which form a plane gets is the same at every level for that reason, though sums are rounded as each level likes. */
 
-#define ROUNDED_MOST 0x1.04p-9 /* Of ||x'||: half of bf16's last bit, and a 64th of it for sums in single precision. */
+#define SUMMED_MOST 0x1p-15 /* Of ||x'||: what sums in single precision are off by. */
+#define ROUNDED_MOST (0x1p-8 + SUMMED_MOST) /* And half of bf16's last bit. */
 #define BOUNDED_ROWS 64 /* Of so many rows at most squares are added in single precision. */
 
 /* Sums of squares of a plane: of what codes lose, and of all there is. */
@@ -17,12 +19,21 @@ typedef struct {
     double least, most; /* Of ||x - x'|| / ||x||. */
 } Bounds;
 
-TARGET ALWAYS double unknown_of(double error) { return ROUNDED_MOST * (1.0 + error); }
+#ifdef HAS_EIGHTS
+#define IS_ROUNDED(kind) ((kind) != FP8)
+#else
+#define IS_ROUNDED(kind) ((void)(kind), 1)
+#endif
 
-TARGET ALWAYS Bounds bounds_of(const Squares *squares)
+TARGET ALWAYS double unknown_of(double error, int kind)
+{
+    return (IS_ROUNDED(kind) ? ROUNDED_MOST : SUMMED_MOST) * (1.0 + error);
+}
+
+TARGET ALWAYS Bounds bounds_of(const Squares *squares, int kind)
 {
     double error = squares->lost == 0.0 ? 0.0 : __builtin_sqrt(squares->lost / squares->all);
-    double unknown = unknown_of(error);
+    double unknown = unknown_of(error, kind);
     return (Bounds){error - unknown, error + unknown};
 }
 
@@ -44,6 +55,17 @@ TARGET ALWAYS void add_squares(Squares *squares, Floats lost, Floats all)
 
 TARGET ALWAYS Floats squared(Floats steps) { return steps * steps; }
 
+TARGET ALWAYS Floats with_square(Floats sum, Floats values) { return (Floats)add_product(sum, values, values); }
+
+#ifdef HAS_EIGHTS
+/* What a code of e4m3 loses, in steps, once it came back. */
+TARGET ALWAYS Floats off_rounded(Coded coded, Shares shares)
+{
+    Floats moved = (Floats)looked_up_eighth(shares.table[0], (Vector)((Words)coded.step >> 20));
+    return (Floats)add_product(coded.off, coded.step, moved);
+}
+#endif
+
 /* Codes of LANES elements; `lost` in steps of the codes, for each vector of them. */
 TARGET ALWAYS void code_bounded(uint8_t *codes, const uint16_t *x, Shares shares[PARTS][2], Floats lost[PARTS][2],
                                 Floats all[2], int kind)
@@ -54,8 +76,12 @@ TARGET ALWAYS void code_bounded(uint8_t *codes, const uint16_t *x, Shares shares
         for (int odd = 0; odd < 2; odd++) {
             Floats was = half_of(kind == FP8 ? chunk & 0x7FFF7FFF : chunk, odd);
             Coded coded = coded_of(was, shares[part][odd], kind);
-            lost[part][odd] = (Floats)add_square(lost[part][odd], coded.off);
-            all[odd] = (Floats)add_square(all[odd], was);
+#ifdef HAS_EIGHTS
+            if (kind == FP8)
+                coded.off = off_rounded(coded, shares[part][odd]);
+#endif
+            lost[part][odd] = with_square(lost[part][odd], coded.off);
+            all[odd] = with_square(all[odd], was);
             coding.codes[odd][part] = coded.code;
         }
     }
@@ -94,9 +120,13 @@ TARGET ALWAYS void encode_rows_bounded(const Grid *grid, uint8_t *codes, const u
     Floats all[2] = {{0}}, sum = {0};
     for (size_t row = 0; row < rows; row++) {
         Floats lost[PARTS][2] = {{{0}}}, of_row = {0};
-        Shares shares[PARTS][2];
+        Shares shares[PARTS][2], own = shares_of_all(split, row, kind);
+#ifdef HAS_EIGHTS
+        if (kind == FP8)
+            own = with_eighths(own);
+#endif
         for (int part = 0; part < PARTS; part++)
-            shares[part][0] = shares[part][1] = shares_of_all(split, row, kind);
+            shares[part][0] = shares[part][1] = own;
         for (size_t at = row * columns; at < (row + 1) * columns; at += LANES) {
             __builtin_prefetch(x + grid->rows * columns + at);
             code_bounded(codes + CODES(at), x + at, shares, lost, all, kind);
@@ -159,6 +189,6 @@ TARGET static int pack_bounded(const Grid *grid, uint8_t *codes, uint16_t *scale
                     : grid->columns % LANES == 0 && grid->columns <= STRIP
                         ? pack_columns_bounded(grid, codes, scales, x, grid->columns, &squares)
                         : 0;
-    *bounds = bounds_of(&squares);
+    *bounds = bounds_of(&squares, grid->kind);
     return is_packed;
 }

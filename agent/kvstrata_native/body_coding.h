@@ -11,7 +11,8 @@ typedef struct {
 typedef struct {
     Words code;  /* In the low bits; what stands above them means nothing. */
     Floats back; /* Not rounded yet. */
-    Floats off;  /* What the code loses, in steps: the scale is worth one. */
+    Floats step; /* What the code is worth, in steps: the scale is worth one. */
+    Floats off;  /* What it loses, in steps. */
     Words place; /* In the low bits: where it stands in a table. */
     Floats unit; /* Of what stands there. */
 } Coded;
@@ -26,19 +27,20 @@ TARGET ALWAYS Coded coded_fp8(Floats magnitudes, Shares shares)
     Words power = (Words)larger(scaled, (Floats){0} + float_of(normal_from)) & 0x7F800000;
     Floats rounder = (Floats)(power + rounder_above), sum = scaled + rounder;
     Floats step = sum - rounder;
-    return (Coded){(Words)sum + ((Words)sum >> 20), step * shares.by, scaled - step, (Words)sum, (Floats)power};
+    return (Coded){(Words)sum + ((Words)sum >> 20), step * shares.by, step, scaled - step, (Words)sum, (Floats)power};
 }
 
 TARGET ALWAYS Coded coded_int8(Floats values, Shares shares)
 {
     Floats scaled = values * shares.inverse, sum = scaled + 0x1.8p23f, step = sum - 0x1.8p23f;
-    return (Coded){.code = (Words)sum, .back = step * shares.by, .off = scaled - step};
+    return (Coded){.code = (Words)sum, .back = step * shares.by, .step = step, .off = scaled - step};
 }
 
 TARGET ALWAYS Coded coded_int4(Floats values, Shares shares)
 {
     Floats scaled = (values - shares.low) * shares.inverse, sum = scaled + 0x1p23f, step = sum - 0x1p23f;
-    return (Coded){(Words)sum, step * shares.by + shares.low, scaled - step, (Words)sum, (Floats){0} + 1.0f};
+    Floats back = step * shares.by + shares.low;
+    return (Coded){(Words)sum, back, step, scaled - step, (Words)sum, (Floats){0} + 1.0f};
 }
 
 TARGET ALWAYS Coded coded_of(Floats values, Shares shares, int kind)
@@ -70,6 +72,17 @@ TARGET ALWAYS Shares with_table(Shares shares, int kind)
     }
     return shares;
 }
+
+#ifdef HAS_EIGHTS
+/* Shares of e4m3 with what is lost of each eighth of a power of two where it is rounded to bf16, as a part of it: the
+   same at any power. */
+TARGET ALWAYS Shares with_eighths(Shares shares)
+{
+    Floats eighths = __builtin_convertvector((Words)NUMBERS & 7, Floats) * 0.125f + 1.0f;
+    shares.table[0] = 1.0f - rounded_to_bf16(eighths * shares.by) * shares.inverse * (1.0f / eighths);
+    return shares;
+}
+#endif
 
 /* What a code comes back as. */
 TARGET ALWAYS Floats came_back(Coded coded, Shares shares, int kind, int is_tabled)

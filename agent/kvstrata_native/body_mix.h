@@ -52,7 +52,7 @@ typedef struct {
 
 ALWAYS Form form_of(int rung, const Mixing *mixing)
 {
-    Form form = {.is_rotated = rung >= ROTATED_4, .scales = 4 * mixing->rows};
+    Form form = {.is_rotated = rung >= ROTATED_4, .grid.kind = INT4, .scales = 4 * mixing->rows};
     if (form.is_rotated) {
         form.rotation = rotation_of(rung, mixing);
         form.size = form.rotation.run == 0 ? 0 : rotation_bytes(&form.rotation);
@@ -83,7 +83,7 @@ TARGET ALWAYS int is_packed_on(const Form *form, unsigned rung, uint8_t *into, c
     }
     int is_packed = form->is_rotated ? pack_rotated(&form->rotation, codes, scales, x, error)
                                      : pack_measured(&form->grid, codes, scales, x, error);
-    int is_close = __builtin_fabs(*error - mixing->limit) <= unknown_of(*error);
+    int is_close = __builtin_fabs(*error - mixing->limit) <= unknown_of(*error, form->grid.kind);
     *doubtful = (*doubtful & ~(1u << rung)) | (unsigned)is_close << rung;
     return is_packed && *error <= mixing->limit;
 }

@@ -224,7 +224,7 @@ TARGET ALWAYS void code_row_bounded(const Rotation *rotation, uint8_t *codes, si
             for (size_t odd = 0; odd < 2; odd++) {
                 Floats value = here->values[2 * (PARTS * i + part) + odd];
                 Coded coded = coded_int4(value, shares);
-                lost[odd] = (Floats)add_square(lost[odd], coded.off), all[odd] = (Floats)add_square(all[odd], value);
+                lost[odd] = with_square(lost[odd], coded.off), all[odd] = with_square(all[odd], value);
                 coding.codes[odd][part] = coded.code;
                 coding.chunks[part] = (Words){0}; /* No signs are stored. */
             }
@@ -339,7 +339,7 @@ TARGET static int rotate_bounded(const Rotation *rotation, uint8_t *codes, uint1
         turn_bounded(rotation, codes, scales, x, 128, 128, &squares);
     else if (is_known)
         turn_bounded(rotation, codes, scales, x, columns, rotation->run, &squares);
-    *bounds = bounds_of(&squares);
+    *bounds = bounds_of(&squares, INT4);
     return is_known;
 }
 

@@ -45,7 +45,7 @@ UNCODED: Final = 255
 """As a strip's second byte: its top bytes follow as they are."""
 ELEMENT_BYTES: Final = (1, 2, 4)
 
-ERROR_ABOVE: Final = 0.004
+ERROR_ABOVE: Final = 0.008
 """What a stated error may lie above the plane's, times 1 + the error: twice the most that rounding to bf16 moves."""
 
 HEAD_BYTES: Final = 4

@@ -74,7 +74,7 @@ enum {
    NARROW  raw               stored
    PACK    raw               codes, scales
    MIX     raw               stored, and when encoding rungs (read and written) and errors (float64), of each plane:
-                             what is lost, or up to 0.4 % of the plane more. */
+                             what is lost, or up to 0.8 % of the plane more. */
 enum { KVO_CODEC_NONE = 0, KVO_CODEC_NARROW = 1, KVO_CODEC_PACK = 2, KVO_CODEC_MIX = 3 };
 
 enum {

@@ -60,8 +60,8 @@ static inline __m128 add_signed(__m128 a, __m128 b, __m128 signs)
     return _mm_add_ps(a, _mm_xor_ps(b, _mm_and_ps(signs, _mm_set1_ps(-0.0f))));
 }
 
-/* A sum and a square, rounded once or twice. */
-static inline __m128 add_square(__m128 sum, __m128 a) { return _mm_add_ps(sum, _mm_mul_ps(a, a)); }
+/* A sum and a product, rounded once or twice. */
+static inline __m128 add_product(__m128 sum, __m128 a, __m128 b) { return _mm_add_ps(sum, _mm_mul_ps(a, b)); }
 
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 static inline Vector rounded_words(Vector bits)
@@ -143,8 +143,8 @@ static inline Vector smaller_halves(Vector a, Vector b)
 /* The sum of one number and of another one times 1 or -1. */
 static inline Values add_signed(Values a, Values b, Values signs) { return a + b * signs; }
 
-/* A sum and a square, rounded once or twice. */
-static inline Values add_square(Values sum, Values a) { return sum + a * a; }
+/* A sum and a product, rounded once or twice. */
+static inline Values add_product(Values sum, Values a, Values b) { return sum + a * b; }
 
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 static inline Vector rounded_words(Vector bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000; }

@@ -220,7 +220,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_codec_error_ratio", Kind.HISTOGRAM,
-        "Largest error, |x - x'| / |x|, of the planes of one block in this form, or up to 0.004 more.",
+        "Largest error, |x - x'| / |x|, of the planes of one block in this form, or up to 0.008 more.",
         ("pool", "node", "form"),
         _AGENT_ERRORS,
     ),

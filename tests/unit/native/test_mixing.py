@@ -138,6 +138,28 @@ def test_limits_close_to_an_error_part_planes_as_numpy_does(level: str, case: Ca
         assert_same(mixed(kernels, case), mixed(python, case))
 
 
+def near_halves(scale_bits: int) -> Words:
+    """A row of INT8 whose numbers are a code times its scale, rounded to bf16 by almost all that rounding can move."""
+    scale = np.uint32(scale_bits << 16).view(np.float32)
+    products = (np.arange(64, 127, dtype=np.float32) * scale).view(np.uint32)
+    rounded = ((products + 0x7FFF + (products >> 16 & 1)) >> 16).astype(np.uint16)
+    moved = np.abs(floats(rounded) / products.view(np.float32) - 1)
+    return np.append(np.full(127, rounded[moved.argmax()]), np.array([scale * 127]).view(np.uint32) >> 16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("limit", [1e-4, 1e-3, 0.002, 0.003, 0.0037])
+def test_what_rounding_undoes_is_not_held_against_a_form(level: str, limit: float) -> None:
+    """Codes lose almost half a bit of bf16 here, and come back as what they were made of."""
+    words = np.concatenate([near_halves(0x3C00 + bits) for bits in range(128)]).astype(np.uint16)
+    case = Case(Mixing(1, 128, 128, 3, limit), words, bytes([Rung.INT8_ROW]))
+
+    with kernels_of(level) as kernels:
+        found = mixed(kernels, case)
+    assert_same(found, mixed(python, case))
+    assert limit < 0.003 or found.rungs == bytes([Rung.INT8_ROW])
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_planes_in_doubt_and_sure_ones_in_turns_are_parted_as_numpy_does(level: str) -> None:
     """A plane close to the limit has the next one measured at once; that one's error is told as if it were not."""
