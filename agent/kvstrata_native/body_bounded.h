@@ -141,8 +141,6 @@ TARGET ALWAYS void encode_rows_bounded(const Grid *grid, uint8_t *codes, const u
     }
 }
 
-ALWAYS int is_near(uint16_t largest) { return largest >= NEAR_FROM && largest < NEAR_TO; }
-
 /* As `pack` of a plane whose groups are its rows or its columns; 0 where a number is not near 1. */
 TARGET ALWAYS int pack_kind_bounded(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x,
                                     size_t columns, Squares *squares, int kind, int is_by_column)

@@ -116,11 +116,12 @@ TARGET ALWAYS void gather(Loss *loss, Sums *sums, size_t row, size_t rows)
 #define NEAR_FROM 0x3000 /* bf16 of 2^-31 and of 2^33: squares of such numbers are numbers. */
 #define NEAR_TO 0x5000
 
+ALWAYS int is_near(uint16_t largest) { return largest >= NEAR_FROM && largest < NEAR_TO; }
+
 /* A power of two for magnitudes up to `largest`; 0 where one is not finite, or too large to come back. */
 TARGET ALWAYS int begin_strip(Loss *loss, uint16_t largest)
 {
-    int is_near = largest >= NEAR_FROM && largest < NEAR_TO;
-    loss->by = is_near ? 1.0f : float_of((254u - (largest >> 7)) << 23);
+    loss->by = is_near(largest) ? 1.0f : float_of((254u - (largest >> 7)) << 23);
     loss->inverse = 1.0 / ((double)loss->by * (double)loss->by);
     return largest < TOO_LARGE;
 }

@@ -83,7 +83,7 @@ TARGET ALWAYS int is_packed_on(const Form *form, unsigned rung, uint8_t *into, c
     }
     int is_packed = form->is_rotated ? pack_rotated(&form->rotation, codes, scales, x, error)
                                      : pack_measured(&form->grid, codes, scales, x, error);
-    int is_close = __builtin_fabs(*error - mixing->limit) <= unknown_of(*error, form->grid.kind);
+    int is_close = is_packed && __builtin_fabs(*error - mixing->limit) <= unknown_of(*error, form->grid.kind);
     *doubtful = (*doubtful & ~(1u << rung)) | (unsigned)is_close << rung;
     return is_packed && *error <= mixing->limit;
 }

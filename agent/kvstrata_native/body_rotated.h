@@ -236,12 +236,29 @@ TARGET ALWAYS void code_row_bounded(const Rotation *rotation, uint8_t *codes, si
     }
 }
 
-TARGET ALWAYS void put_shares(const Rotation *rotation, uint16_t *scales, const Split *split, size_t top, size_t rows)
+/* Turn the rows from `top` on, as many as there are of SINGLE_ROWS, and find their scales; how many. So no row waits for
+   the divisions of its own scale. */
+TARGET ALWAYS size_t turn_rows(const Rotation *rotation, Turned *turned, Split *split, uint16_t *scales, size_t top,
+                               const uint16_t *x, size_t columns, size_t run)
 {
+    size_t rows = LEAST(SINGLE_ROWS, rotation->rows - top);
+    memset(turned->lowest, 0, sizeof turned->lowest);
+    memset(turned->highest, 0, sizeof turned->highest);
+    for (size_t row = 0; row < rows; row++)
+        turn_row(turned, row, x + row * columns, columns, run);
+    share_rows(split, turned, rotation->bits);
     for (size_t row = 0; row < rows; row++) {
         scales[top + row] = (uint16_t)(bits_of(split->by[row]) >> 16);
         scales[rotation->rows + top + row] = (uint16_t)(bits_of(split->low[row]) >> 16);
     }
+    return rows;
+}
+
+/* A row of the next plane, while one at `x` is coded. */
+TARGET ALWAYS void fetch_ahead(const Rotation *rotation, const uint16_t *x, size_t columns)
+{
+    for (size_t i = 0; i < columns; i += LINE / 2)
+        __builtin_prefetch(x + rotation->rows * columns + i);
 }
 
 TARGET ALWAYS Shares shares_of_row(const Split *split, size_t row)
@@ -254,20 +271,13 @@ TARGET ALWAYS void turn_bounded(const Rotation *rotation, uint8_t *codes, uint16
 {
     Turned turned;
     Split split;
-    memset(turned.lowest, 0, sizeof turned.lowest);
-    memset(turned.highest, 0, sizeof turned.highest);
     for (size_t top = 0; top < rotation->rows; top += SINGLE_ROWS, x += SINGLE_ROWS * columns) {
         Floats sum = {0}, all[2] = {{0}};
-        size_t rows = LEAST(SINGLE_ROWS, rotation->rows - top);
-        for (size_t row = 0; row < rows; row++)
-            turn_row(&turned, row, x + row * columns, columns, run);
-        share_rows(&split, &turned, rotation->bits);
-        put_shares(rotation, scales, &split, top, rows);
+        size_t rows = turn_rows(rotation, &turned, &split, scales, top, x, columns, run);
         for (size_t row = 0; row < rows; row++) {
             Floats lost[2] = {{0}};
             Shares shares = shares_of_row(&split, row);
-            for (size_t i = 0; i < columns; i += LINE / 2)
-                __builtin_prefetch(x + row * columns + rotation->rows * columns + i);
+            fetch_ahead(rotation, x + row * columns, columns);
             code_row_bounded(rotation, codes, top + row, turned.rows + row, shares, columns, lost, all);
             sum += (lost[0] + lost[1]) * squared(shares.by);
         }
@@ -275,24 +285,16 @@ TARGET ALWAYS void turn_bounded(const Rotation *rotation, uint8_t *codes, uint16
     }
 }
 
-/* Some rows in phases, so that no row waits for the divisions of its own scale. */
 TARGET ALWAYS void pack_turned(const Rotation *rotation, uint8_t *codes, uint16_t *scales, size_t top, const uint16_t *x,
                                size_t columns, size_t run, Loss *loss, int how)
 {
     Turned turned;
     Split split;
     Sums sums = {0};
-    memset(turned.lowest, 0, sizeof turned.lowest);
-    memset(turned.highest, 0, sizeof turned.highest);
-    size_t rows = LEAST(SINGLE_ROWS, rotation->rows - top);
-    for (size_t row = 0; row < rows; row++)
-        turn_row(&turned, row, x + row * columns, columns, run);
-    share_rows(&split, &turned, rotation->bits);
-    put_shares(rotation, scales, &split, top, rows);
+    size_t rows = turn_rows(rotation, &turned, &split, scales, top, x, columns, run);
     for (size_t row = 0; row < rows; row++) {
         Shares shares = shares_of_row(&split, row);
-        for (size_t i = 0; i < columns; i += LINE / 2)
-            __builtin_prefetch(x + row * columns + rotation->rows * columns + i);
+        fetch_ahead(rotation, x + row * columns, columns);
         code_row(rotation, codes, top + row, x + row * columns, turned.rows + row, shares, columns, run, &sums, loss->by,
                  how);
         gather(loss, &sums, row, rows);

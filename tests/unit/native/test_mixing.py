@@ -162,7 +162,7 @@ def test_what_rounding_undoes_is_not_held_against_a_form(level: str, limit: floa
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_planes_in_doubt_and_sure_ones_in_turns_are_parted_as_numpy_does(level: str) -> None:
-    """A plane close to the limit has the next one measured at once; that one's error is told as if it were not."""
+    """A plane close to the limit has the next one measured at once; its error may be stated exactly."""
     rng = np.random.default_rng(5)
     values = rng.standard_normal((12, 16, 128)) * np.where(np.arange(12) % 3 == 0, 6.0, 1.0)[:, None, None]
     values[:, :, 0] *= np.linspace(1, 40, 12)[:, None]
