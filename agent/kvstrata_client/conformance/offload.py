@@ -160,8 +160,8 @@ def versions(kit: Kit) -> None:
     status = kit.device.api.open(_OTHER_MAJOR, None, ctypes.byref(handle))
     _require(status == Status.VERSION, f"open by a host of major {ABI_MAJOR + 1}: {_name(status)}, VERSION wanted")
     for version, size, what in ((_OTHER_MAJOR, 184, "of another major"), (ABI_VERSION, 8, "of 8 B")):
-        told = offload.Description(version, size)
-        status = kit.device.api.describe(kit.device.handle, ctypes.byref(told))
+        described = offload.Description(version, size)
+        status = kit.device.api.describe(kit.device.handle, ctypes.byref(described))
         _require(status == Status.VERSION, f"description {what}: {_name(status)}, VERSION wanted")
     source, into = kit.noise(512), np.zeros(512, np.uint8)
     asked = descriptor(Step.COPY, [at(source)], [at(into)])
@@ -200,15 +200,15 @@ def versions(kit: Kit) -> None:
 
 def description(kit: Kit) -> None:
     """Name, version and limits are sound, and the same each time."""
-    told = kit.is_
-    _require(bool(told.name) and bool(told.version), "no name, or no version")
+    described = kit.is_
+    _require(bool(described.name) and bool(described.version), "no name, or no version")
     for name in ("queues_max", "depth_max", "batch_max", "segments_max", "bytes_max"):
-        _require(getattr(told, name) > 0, f"{name} 0")
-    _require(told.segments_max >= 3, f"segments_max {told.segments_max}: MIX has 3")
-    alignment = told.alignment_bytes
+        _require(getattr(described, name) > 0, f"{name} 0")
+    _require(described.segments_max >= 3, f"segments_max {described.segments_max}: MIX has 3")
+    alignment = described.alignment_bytes
     _require(alignment > 0 and alignment & (alignment - 1) == 0, f"alignment_bytes {alignment}: no power of two")
-    _require(told.digest_bytes_min <= 241, f"digest_bytes_min {told.digest_bytes_min}, limit 241")
-    _require(bytes(told) == bytes(kit.device.description), "two descriptions differ")
+    _require(described.digest_bytes_min <= 241, f"digest_bytes_min {described.digest_bytes_min}, limit 241")
+    _require(bytes(described) == bytes(kit.device.description), "two descriptions differ")
 
 
 def copies(kit: Kit) -> None:
@@ -242,8 +242,8 @@ def digests(kit: Kit) -> None:
                         Status.OK,
                         f"digest of {size} B",
                     )
-                    told = [digest_of(done, i) for i in range(count)]
-                    _require(told == wanted[:count], f"wrong digest of {size} B under {seeds[:count]}: {told[0].hex()}")
+                    made = [digest_of(done, i) for i in range(count)]
+                    _require(made == wanted[:count], f"wrong digest of {size} B under {seeds[:count]}: {made[0].hex()}")
                     _require(not targets or np.array_equal(into, source), f"copy and digest of {size} B: other bytes")
 
 
@@ -394,11 +394,11 @@ def fused(kit: Kit) -> None:
         done = kit.expect(
             _decoding(coded, raw, steps, seeds=(3, 5), expected=of_stored), Status.OK, f"verified decoding of {what}"
         )
-        told, wanted_digests = (
+        made, wanted_digests = (
             (digest_of(done), digest_of(done, 1)),
             (of_stored, kvstrata_native.xxh3_128(coded.decoded, 5)),
         )
-        _require(told == wanted_digests, f"verified decoding of {what}: wrong digests")
+        _require(made == wanted_digests, f"verified decoding of {what}: wrong digests")
         _require(np.array_equal(raw, coded.decoded), f"verified decoding of {what}: other bytes")
         wrong = bytes([of_stored[0] ^ 1, *of_stored[1:]])
         asked = _decoding(coded, raw, Step.VERIFY, seeds=(3,), expected=wrong)
@@ -536,28 +536,30 @@ def errors(kit: Kit) -> None:
 
 def limits(kit: Kit) -> None:
     """What is above a stated limit is LIMIT; a full queue takes the first ones and says FULL."""
-    told, source, into = kit.is_, kit.noise(1024), np.zeros(1024, np.uint8)
-    many = [Segment(source.ctypes.data, 1, 0)] * (told.segments_max + 1)
-    kit.expect(descriptor(Step.COPY, many, [at(into)]), Status.LIMIT, f"{told.segments_max + 1} segments")
-    most = [Segment(source.ctypes.data + i, 1, 0) for i in range(told.segments_max)]
-    kit.expect(descriptor(Step.COPY, most, [at(into[: told.segments_max])]), Status.OK, f"{told.segments_max} segments")
-    huge = Segment(source.ctypes.data, told.bytes_max + 1, 0)
-    kit.expect(descriptor(Step.COPY, [huge], [huge]), Status.LIMIT, f"{told.bytes_max + 1} B")
+    limits, source, into = kit.is_, kit.noise(1024), np.zeros(1024, np.uint8)
+    many = [Segment(source.ctypes.data, 1, 0)] * (limits.segments_max + 1)
+    kit.expect(descriptor(Step.COPY, many, [at(into)]), Status.LIMIT, f"{limits.segments_max + 1} segments")
+    most = [Segment(source.ctypes.data + i, 1, 0) for i in range(limits.segments_max)]
+    kit.expect(
+        descriptor(Step.COPY, most, [at(into[: limits.segments_max])]), Status.OK, f"{limits.segments_max} segments"
+    )
+    huge = Segment(source.ctypes.data, limits.bytes_max + 1, 0)
+    kit.expect(descriptor(Step.COPY, [huge], [huge]), Status.LIMIT, f"{limits.bytes_max + 1} B")
     handle, accepted = ctypes.c_void_p(), ctypes.c_uint32(77)
-    status = kit.device.api.queue_create(kit.device.handle, told.depth_max + 1, ctypes.byref(handle))
-    _require(status == Status.LIMIT, f"queue of {told.depth_max + 1}: {_name(status)}, LIMIT wanted")
-    batch = (Descriptor * (told.batch_max + 1))()
+    status = kit.device.api.queue_create(kit.device.handle, limits.depth_max + 1, ctypes.byref(handle))
+    _require(status == Status.LIMIT, f"queue of {limits.depth_max + 1}: {_name(status)}, LIMIT wanted")
+    batch = (Descriptor * (limits.batch_max + 1))()
     with kit.queue() as queue:
-        status = kit.device.api.submit(queue._handle, batch, told.batch_max + 1, ctypes.byref(accepted))  # type: ignore[attr-defined]  # noqa: SLF001
-        _require(status == Status.LIMIT and accepted.value == 0, f"batch of {told.batch_max + 1}: {_name(status)}")
-    depth = min(3, told.depth_max)
+        status = kit.device.api.submit(queue._handle, batch, limits.batch_max + 1, ctypes.byref(accepted))  # type: ignore[attr-defined]  # noqa: SLF001
+        _require(status == Status.LIMIT and accepted.value == 0, f"batch of {limits.batch_max + 1}: {_name(status)}")
+    depth = min(3, limits.depth_max)
     with kit.queue(depth) as queue:
         taken = queue.submit([descriptor(Step.COPY, [at(source)], [at(into)], tag=i) for i in range(depth + 2)])
         _require(taken == depth, f"queue of {depth} took {taken} of {depth + 2}")
-    queues = [kit.device.queue(1) for _ in range(min(told.queues_max, 512))]
-    if told.queues_max <= len(queues):
+    queues = [kit.device.queue(1) for _ in range(min(limits.queues_max, 512))]
+    if limits.queues_max <= len(queues):
         status = kit.device.api.queue_create(kit.device.handle, 1, ctypes.byref(handle))
-        _require(status == Status.LIMIT, f"queue {told.queues_max + 1}: {_name(status)}, LIMIT wanted")
+        _require(status == Status.LIMIT, f"queue {limits.queues_max + 1}: {_name(status)}, LIMIT wanted")
     _require(kit.device.api.close(kit.device.handle) == Status.BUSY, "close with queues: BUSY wanted")
     for one in queues:
         one.close()
@@ -698,7 +700,7 @@ def cancelling(kit: Kit) -> None:
     with kit.queue(depth) as queue:
         batch = [descriptor(Step.COPY, [at(sources[i])], [at(targets[i])], tag=i) for i in range(depth)]
         _require(queue.submit(batch) == depth, f"a queue of {depth} is full before")
-        told = {i: queue.cancel(i) for i in range(0, depth, 2)}
+        answers = {i: queue.cancel(i) for i in range(0, depth, 2)}
         _require(queue.cancel(10**9) == Status.NOT_FOUND, "cancelling a tag that there is not: NOT_FOUND wanted")
         ended: dict[int, Completion] = {}
         until_s = time.monotonic() + ENDED_S
@@ -709,7 +711,7 @@ def cancelling(kit: Kit) -> None:
         _require(len(ended) == depth, f"lost completion: {depth - len(ended)} of {depth} beside cancelled ones")
         _require(queue.cancel(0) == Status.NOT_FOUND, "cancelling what has ended: NOT_FOUND wanted")
     for i in range(depth):
-        is_cancelled = told.get(i) == Status.OK
+        is_cancelled = answers.get(i) == Status.OK
         wanted = Status.CANCELLED if is_cancelled else Status.OK
         _require(ended[i].status == wanted, f"descriptor {i}: {_name(ended[i].status)}, {wanted.name} wanted")
         is_right = not targets[i].any() if is_cancelled else np.array_equal(sources[i], targets[i])
@@ -804,9 +806,9 @@ def torn(kit: Kit) -> None:
             while time.monotonic() < until_s:
                 for flags in (0, Flag.STREAM):
                     asked = descriptor(Step.COPY | Step.DIGEST, [at(source)], [at(into)], seeds=(1,), flags=flags)
-                    told = digest_of(kit.do(asked, queue))
+                    digest = digest_of(kit.do(asked, queue))
                     _require(
-                        told == kvstrata_native.xxh3_128(into, 1), "torn input: the digest is not of what was written"
+                        digest == kvstrata_native.xxh3_128(into, 1), "torn input: the digest is not of what was written"
                     )
     finally:
         is_over.set()
