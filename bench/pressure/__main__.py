@@ -1,7 +1,8 @@
 """Half an hour under pressure: whether the agent grows, and whether anybody ever reads a wrong byte.
 
 Several engines load, compare, store and end sessions over prompts of which 120 % of all capacity would be needed, while
-both tiers are squeezed again and again. Growth is the slope of the agent's own memory (arenas are not part of it) over
+both tiers are squeezed again and again. What engines wait for is the time of `acquire` in the agent, and how long its
+loop was held by one piece of work. Growth is the slope of the agent's own memory (arenas are not part of it) over
 the second half of the run; descriptors, entries, leases and reservations are counted when all engines have left.
 There is no peer: the limit of growth is none, and of wrong bytes too.
 """
@@ -150,6 +151,9 @@ def values_of(course: Course, seen: Counter[str], seconds: float) -> dict[str, f
         "lost_blocks": float(seen["lost"]),
         "refused_blocks": float(seen["refused"]),
         "hit_ratio": seen["loaded"] / max(1, seen["wanted"]),
+        "acquires": float(course.facts["acquires"]),
+        **{f"acquire_{name}_ms": 1e3 * took_s for name, took_s in course.facts["acquire_s"].items()},
+        "loop_held_ms_at_most": 1e3 * course.facts["loop_held_s"],
         "own_mib_after_a_tenth": own_bytes[len(own_bytes) // 10] / MIB,
         "own_mib_at_the_end": own_bytes[-1] / MIB,
         "own_mib_max": max(own_bytes) / MIB,

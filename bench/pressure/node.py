@@ -1,14 +1,16 @@
 """The agent under pressure: HostDRAM above NVMe as the provisioner makes and resizes them, with its unix socket.
 
-The only stand-in is the authenticator, which knows one identity. Verbs come as lines on stdin (`resize`, `facts`); the
-process ends with stdin.
+It notes how long requests for blocks take, and how late its own loop comes round. The only stand-in is the
+authenticator, which knows one identity. Verbs come as lines on stdin (`resize`, `facts`); the process ends with stdin.
 """
 
 import argparse
 import asyncio
 import ctypes
 import json
+import math
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_api import wire
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
@@ -33,6 +36,41 @@ from kvstrata_api.units import MIB
 from kvstrata_node.discovery import discover
 
 NODE = "bench"
+BEAT_S = 0.02
+STEP = 1.05
+LEAST_S = 1e-6
+
+
+class Durations:
+    """How often durations came, by twentieths more each: a quantile is at most that much too high. No memory grows."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * 400
+        self.count = 0
+
+    def note(self, duration_s: float) -> None:
+        """Up to 300 s are told apart."""
+        at = int(math.log(max(duration_s, LEAST_S) / LEAST_S, STEP))
+        self._counts[min(at, len(self._counts) - 1)] += 1
+        self.count += 1
+
+    def quantile_s(self, part: float) -> float:
+        """Upper bound of the duration that such a part does not exceed; 0.0 before the first."""
+        passed = accumulate(self._counts)
+        at = next((i for i, seen in enumerate(passed) if seen and seen >= part * self.count), -1)
+        return LEAST_S * STEP ** (at + 1) if at >= 0 else 0.0
+
+
+class TimedVerbs(Verbs):
+    """Notes how long blocks were asked for."""
+
+    acquires: Durations
+
+    def took(self, request: wire.AnyRequest, duration_s: float) -> None:
+        """See `Verbs`."""
+        super().took(request, duration_s)
+        if isinstance(request, wire.Acquire):
+            self.acquires.note(duration_s)
 
 
 class Mallinfo2(ctypes.Structure):
@@ -92,7 +130,10 @@ class PressureNode:
         self._core = AgentParts(self.node, CodecRegistry())
         self._authenticator = OneIdentity()
         attaching = Attaching(self.node, self._authenticator)
-        verbs = Verbs(self._core.cache, attaching, SessionVerbs(self._core.cache, attaching))
+        verbs = TimedVerbs(self._core.cache, attaching, SessionVerbs(self._core.cache, attaching))
+        self._acquires = verbs.acquires = Durations()
+        self._held_s = 0.0
+        """Longest time for which nobody else had a turn of the loop."""
         self._server = Server(directory / "agent.sock", verbs)
 
     async def run(self, dram_bytes: int, nvme_bytes: int) -> None:
@@ -100,6 +141,7 @@ class PressureNode:
         await self._resize(dram_bytes, nvme_bytes)
         self._server.start()
         sweeping = asyncio.create_task(Sweeper(self._core.cache, self._authenticator).run())
+        beating = asyncio.create_task(self._beat())
         print(json.dumps({"versions": {}, **self.facts()}), flush=True)
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -108,10 +150,18 @@ class PressureNode:
                 await self._resize(asked["dram_bytes"], asked["nvme_bytes"])
             print(json.dumps(self.facts()), flush=True)
         sweeping.cancel()
-        await asyncio.wait([sweeping])
+        beating.cancel()
+        await asyncio.wait([sweeping, beating])
         await self._server.close()
         await self._core.close()
         await self._provisioner.close()
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(BEAT_S)
+            self._held_s = max(self._held_s, loop.time() - before_s - BEAT_S)
 
     async def _resize(self, dram_bytes: int, nvme_bytes: int) -> None:
         await self._provisioner.apply(tiers_of(self._directory, dram_bytes, nvme_bytes))
@@ -131,6 +181,9 @@ class PressureNode:
             "entries": len(node.index),
             "leases": len(node.leases),
             "reservations": len(node.reservations),
+            "acquires": self._acquires.count,
+            "acquire_s": {f"p{100 * part:g}": self._acquires.quantile_s(part) for part in (0.5, 0.9, 0.99, 0.999)},
+            "loop_held_s": self._held_s,
             "used_bytes": {t.name: t.backend.used_bytes for t in node.tiers},
             "capacity_bytes": {t.name: t.backend.capacity_bytes for t in node.tiers},
             "errors": {t.name: t.backend.last_error for t in node.tiers if t.backend.last_error},

@@ -44,10 +44,16 @@ class Page:
         self._find_targets()
         paths = (f"--config.file={self._at / 'prometheus.yml'}", f"--storage.tsdb.path={self._at / 'data'}")
         argv = ["prometheus", *paths, f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
-        self._world.processes.spawn("prometheus", argv)
+        processes = self._world.processes
+        processes.spawn("prometheus", argv)
         server = self._server = Server(f"127.0.0.1:{port}")
         targets = len(self._world.metrics())
-        server.wait(lambda: server.is_ready() and server.healthy_targets() == targets, _SCRAPED_S)
+
+        def is_through() -> bool:
+            has_ended = not processes.is_running("prometheus")
+            return has_ended or (server.is_ready() and server.healthy_targets() == targets)
+
+        server.wait(is_through, _SCRAPED_S)
 
     def finish(self) -> list[str]:
         """Serve the page and take its picture; lines that say where both are, or what is missing."""

@@ -30,6 +30,7 @@ from kvstrata_api.errors import (
     TierFullError,
 )
 from kvstrata_api.models.pool import NvmeTier
+from support.agent.engine import steps_until
 from support.backends.contract import (
     ANNA,
     BLOCK_BYTES,
@@ -57,6 +58,7 @@ class FaultyVolume(PosixVolume):
         self.read_errno = 0
         self.tears = False
         self.holds_punches: asyncio.Event | None = None
+        self.holds_writes: asyncio.Event | None = None
         self.attempts = 0
 
     def _file(self, fd: int) -> PosixFile:
@@ -72,6 +74,8 @@ class FaultyFile(PosixFile):
 
     async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
         self._volume.attempts += 1
+        if self._volume.holds_writes is not None:
+            await self._volume.holds_writes.wait()
         if self._volume.write_errno:
             if self._volume.tears:
                 await super().write(offset, lambda: [made()[0][:DIRECT_BYTES]])
@@ -133,6 +137,19 @@ async def test_memory_that_a_client_cuts_short_under_a_write_is_no_failure_of_th
     assert after[0].extent == slot.extent, "its segment goes on"
     assert await get(store, *after) == content(2)
     assert store.last_error == ""
+
+
+async def test_a_reader_waits_behind_no_write_that_the_disk_is_slow_with(store: RecordStore, io: FaultyVolume) -> None:
+    there = await put(store, 1)
+    io.holds_writes = asyncio.Event()
+    writing = [asyncio.create_task(put(store, 2 + i)) for i in range(40)]
+    before = io.attempts
+    await steps_until(lambda: io.attempts >= before + 16)  # As many as may be under way at a time.
+    try:
+        assert await asyncio.wait_for(get(store, *there), 10.0) == content(1)
+    finally:
+        io.holds_writes.set()
+        await asyncio.gather(*writing)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENODEV])

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -223,8 +223,8 @@ def main() -> None:
     ends: dict[int, tuple[int, int]] = {}
     """Process id of what a descriptor tells the end of, and where its status is wanted; -1: nowhere."""
     while True:
-        ready, _, _ = select.select([asked.fileno(), *ends], [], [])
-        for pidfd in ends.keys() & set(ready):
+        ready = _ready((asked.fileno(), *ends))
+        for pidfd in ends.keys() & ready:
             _reap(pidfd, *ends.pop(pidfd))
         if asked.fileno() not in ready:
             continue
@@ -244,6 +244,14 @@ def main() -> None:
             os.close(fds[0])
         ends[os.pidfd_open(pid)] = pid, fds[0] if is_program else -1
         asked.send(str(pid).encode())
+
+
+def _ready(descriptors: Iterable[int]) -> set[int]:
+    """Wait until one of them can be read; `select` takes none from 1024 on, which a maker with many files gives us."""
+    watched = select.poll()
+    for descriptor in descriptors:
+        watched.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in watched.poll()}
 
 
 def _reap(pidfd: int, pid: int, status_fd: int) -> None:

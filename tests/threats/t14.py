@@ -129,7 +129,7 @@ class OpenEvictor(Evictor):
             freed_bytes += own_bytes or await self._evict(request.tier, eviction)
         return freed_bytes > 0 or not extents
 
-    async def _evict_by_share(self, tier: Tier, need_bytes: int, reason: str) -> int:
+    async def _evict_shares(self, tier: Tier, need_bytes: int, reason: str) -> int:
         return await self._evict(tier, EvictionRequest(need_bytes, reason, Priority.DEMOTE))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvstrata_agent.blocks.block import account_of
@@ -306,6 +307,14 @@ class TierContents:
             queue = self.queues[key] = LeafQueue(self.use_s)
         queue.push(entry)
         return key
+
+    def victims_in(self, extents: Iterable[int], most: int) -> TierContents:
+        """The possible victims of these extents, up to so many of them, as contents of their own."""
+        found = TierContents(self._tier)
+        here = (entry for extent in extents if (lies := self.extents.get(extent)) for entry in lies.in_use)
+        for entry in islice((entry for entry in here if entry in self._keys), most):
+            found.offer(entry)
+        return found
 
     def age(self, entry: Entry) -> None:
         """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""

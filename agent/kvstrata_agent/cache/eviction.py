@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.history import Choice, Decision, Event, What
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 REPLAN_S: Final = 0.005
 """Least time between two plans for one slot, so that a busy node's many changes cost no more than that."""
+TURN_BYTES: Final = 32 << 20
+"""Bytes of one plan for what has time: whoever waits for room in the tier comes between two of them."""
 TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
 
@@ -185,6 +189,7 @@ class Evictor:
         freed_bytes = 0
         for extent in self._extents_of(tier, account, is_own=is_own, count=extents):
             freed_bytes += await self._clear_extent(tier, extent, account, is_own=is_own)
+            await asyncio.sleep(0)  # After a tier was made smaller there are many of them.
         return freed_bytes > 0
 
     def _extents_of(self, tier: Tier, account: AccountUsage, *, is_own: bool, count: int) -> list[int]:
@@ -219,14 +224,14 @@ class Evictor:
         if not residents:
             return 0
         scope = residents.scope
-        eviction = EvictionRequest(tier.backend.capacity_bytes, "room", scope=scope, extents=frozenset({extent}))
+        eviction = EvictionRequest(None, "room", scope=scope, extents=frozenset({extent}))
         freed_bytes = await self._evict(tier, eviction)
         left = self._node.contents(tier).extents.get(extent)
         if left:
             left_bytes = sum(left.bytes_by_tenant().values())
             most_bytes = None if is_own else max(0, account.surplus_bytes - freed_bytes)
             eviction = EvictionRequest(left_bytes, "room", tenant=account.tenant, scope=scope, most_bytes=most_bytes)
-            freed_bytes += await self._evict(tier, eviction)
+            freed_bytes += await self._evict_in_turns(tier, eviction, nullcontext())
         return freed_bytes or await self._demote_extent(tier, extent)
 
     async def _demote_extent(self, tier: Tier, extent: int) -> int:
@@ -246,10 +251,7 @@ class Evictor:
     async def trim(self, tier: Tier) -> int:
         """Bring a tier that is over the high watermark down to the low one; returns the bytes freed."""
         need_bytes = self._node.excess_bytes(tier)
-        if need_bytes <= 0:
-            return 0
-        async with self._lock(tier):
-            return await self._evict_by_share(tier, min(need_bytes, TRIM_BYTES_MAX), "watermark")
+        return await self._evict_by_share(tier, min(need_bytes, TRIM_BYTES_MAX), "watermark") if need_bytes > 0 else 0
 
     async def enforce(self, tier: Tier) -> int:
         """Bring tenants down to hard quotas that were lowered under them; returns the bytes freed."""
@@ -262,7 +264,15 @@ class Evictor:
         return freed_bytes
 
     async def _evict_by_share(self, tier: Tier, need_bytes: int, reason: str) -> int:
-        """Evict where most is held beyond guarantee and share; returns the bytes freed."""
+        """Evict where most is held beyond guarantee and share, in turns; returns the bytes freed."""
+
+        async def evict(due_bytes: int, _: int) -> int:
+            return await self._evict_shares(tier, due_bytes, reason)
+
+        return await _in_turns(need_bytes, self._lock(tier), evict)
+
+    async def _evict_shares(self, tier: Tier, need_bytes: int, reason: str) -> int:
+        """One turn of it, by what is held now, for whoever has the tier's lock."""
         if not self._node.tenants.are_rules_known:
             return 0
         freed_bytes = 0
@@ -279,21 +289,31 @@ class Evictor:
         return self._node.contents(tier).blocks
 
     async def evict(self, tier: Tier, request: EvictionRequest) -> int:
-        """Take blocks that nobody holds out of a tier; returns the bytes freed."""
-        async with self._lock(tier):
-            return await self._evict(tier, request)
+        """Take blocks that nobody holds out of a tier, in turns; returns the bytes freed."""
+        return await self._evict_in_turns(tier, request, self._lock(tier))
+
+    async def _evict_in_turns(
+        self, tier: Tier, request: EvictionRequest, turn: AbstractAsyncContextManager[None]
+    ) -> int:
+        need_bytes, most_bytes = request.need_bytes, request.most_bytes
+        assert need_bytes is not None, "what is emptied takes one plan"
+
+        async def evict(due_bytes: int, freed_bytes: int) -> int:
+            left_bytes = None if most_bytes is None else most_bytes - freed_bytes
+            return await self._evict(tier, replace(request, need_bytes=due_bytes, most_bytes=left_bytes))
+
+        return await _in_turns(need_bytes, turn, evict)
 
     async def evacuate(self, tier: Tier, batch: int = 256) -> int:
         """Move blocks off closing extents, within the tier where it has room; returns how many stay behind."""
         contents = self._node.contents(tier)
-        leaving = [e for x in tier.closing for e in contents.extents.get(x, ())]
-        free = [e for e in leaving if not e.leases and e.move is None][:batch]
+        leaving = (e for x in tier.closing for e in contents.extents.get(x, ()))
+        free = list(islice((e for e in leaving if not e.leases and e.move is None), batch))
         moved = await asyncio.gather(*(self.demoter.relocate(e, tier) for e in free))
         if not all(moved):
-            async with self._lock(tier):
-                need_bytes = sum(r.slot.size_bytes for e in free if (r := e.residence(tier)) is not None)
-                await self._evict(tier, EvictionRequest(need_bytes, "shrink", Priority.DEMOTE, extents=tier.closing))
-                await self._evict_by_share(tier, need_bytes, "shrink")
+            need_bytes = sum(r.slot.size_bytes for e in free if (r := e.residence(tier)) is not None)
+            await self.evict(tier, EvictionRequest(need_bytes, "shrink", Priority.DEMOTE, extents=tier.closing))
+            await self._evict_by_share(tier, need_bytes, "shrink")
         return contents.count(tier.closing)
 
     async def empty(self, tier: Tier, promote: Callable[[Tier], Awaitable[None]]) -> bool:
@@ -304,11 +324,11 @@ class Evictor:
         """
         before, reason = self._node.contents(tier).blocks, "removed" if tier.is_leaving else "drain"
         eviction = EvictionRequest(TRIM_BYTES_MAX, reason, Priority.DEMOTE, fate=Fate.DEMOTE_OR_KEEP)
-        async with self._lock(tier):
-            await self._evict(tier, eviction)
-            if self._node.contents(tier).blocks == before and self._node.is_lowest(tier):
+        await self.evict(tier, eviction)
+        if self._node.contents(tier).blocks == before and self._node.is_lowest(tier):
+            async with self._lock(tier):
                 await promote(tier)
-                await self._evict(tier, eviction)
+            await self.evict(tier, eviction)
         return self._node.contents(tier).blocks < before or self._node.is_leased(tier)
 
     async def _evict(self, tier: Tier, request: EvictionRequest) -> int:
@@ -323,9 +343,10 @@ class Evictor:
         return await self._evict_once(tier, replace(request, fate=Fate.DROP))
 
     async def _evict_once(self, tier: Tier, request: EvictionRequest) -> int:
-        returns = self._node.returns if self._node.returns.are_followed else None
+        returns = self._node.returns if self._node.returns.are_followed and request.need_bytes is not None else None
         candidates = TierCandidates(self._node.index, tier, request, self._node.clock(), returns)
-        plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)
+        need_bytes = tier.backend.capacity_bytes if request.need_bytes is None else request.need_bytes
+        plan = plan_eviction(candidates, need_bytes, request.most_bytes, candidates.scan_max)
         if candidates.is_declined and not plan.victims:
             raise ArrivalDeclinedError(f"tier {tier.name}: what is there is expected to be of more use than what comes")
         if plan.victims and request.reason in FOR_ROOM:
@@ -390,6 +411,22 @@ class Evictor:
         if entry.residence(tier) is None or entry.is_held or not (is_lost or len(entry.residences) > 1):
             return False
         return self._node.index.may_leave(entry)
+
+
+async def _in_turns(
+    need_bytes: int, turn: AbstractAsyncContextManager[None], evict: Callable[[int, int], Awaitable[int]]
+) -> int:
+    """Evict until the need is met or a turn frees nothing; returns the bytes freed.
+
+    `evict` is told what is due in a turn, and what those before it have freed.
+    """
+    freed_bytes, part_bytes = 0, 1
+    while part_bytes and freed_bytes < need_bytes:
+        async with turn:
+            part_bytes = await evict(min(need_bytes - freed_bytes, TURN_BYTES), freed_bytes)
+        freed_bytes += part_bytes
+        await asyncio.sleep(0)
+    return freed_bytes
 
 
 class _Leaving:

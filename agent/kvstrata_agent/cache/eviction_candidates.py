@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.eviction import DRAWN_SCAN_MAX, SCAN_MAX
 from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 from kvstrata_agent.policy.priority import felt_use_s
 
@@ -43,7 +44,8 @@ class Fate(Enum):
 class EvictionRequest:
     """Which bytes an eviction must free, and whether victims are demoted, kept or dropped."""
 
-    need_bytes: int
+    need_bytes: int | None
+    """None: all that may leave, in the order of last use, as nothing is chosen."""
     reason: str
     urgency: Priority = Priority.ROOM
     tenant: str | None = None
@@ -95,8 +97,10 @@ class TierCandidates:
         """Judge by the clock's `now_s`."""
         self._index = index
         self._tier = tier
-        self._contents = index.contents(tier)
+        self._contents = contents = index.contents(tier)
         self._extents = request.extents
+        self._chosen = contents if request.extents is None else contents.victims_in(request.extents, SCAN_MAX)
+        """Where leaves are looked for; what is there is in the tier's contents, too."""
         self._drops = request.fate is Fate.DROP
         self._arriving = request.arriving
         self.is_declined = False
@@ -104,7 +108,7 @@ class TierCandidates:
         self._now_s = now_s
         self._tenant = request.tenant
         self._keys = dict.fromkeys(
-            key for key in self._contents.queues if request.scope in (None, key[0]) and request.tenant in (None, key[1])
+            key for key in self._chosen.queues if request.scope in (None, key[0]) and request.tenant in (None, key[1])
         )
         self._pushed: set[Entry] = set()
         """Blocks that the planner put in: their children are victims of the same plan."""
@@ -116,8 +120,13 @@ class TierCandidates:
         self._run = UNMARKED
         """Mark of the block that was taken last."""
         self._victims: Victims[Entry, Worth] = Victims(
-            _Sample(self._contents, self._keys, returns), self._contents.is_queued
+            _Sample(self._chosen, self._keys, returns), self._chosen.is_queued
         )
+
+    @property
+    def scan_max(self) -> int:
+        """Blocks that a plan may look at in one step of the loop."""
+        return SCAN_MAX if self._returns is None else DRAWN_SCAN_MAX
 
     def pop(self) -> Entry | None:
         """Take the leaf that goes first; entries that are no leaf (any more) are left out on the way."""
@@ -128,9 +137,15 @@ class TierCandidates:
 
     def push(self, block: Entry) -> None:
         """Put a block in, if it is still here."""
-        if block.residence(self._tier) is not None:
-            self._pushed.add(block)
-            self._keys[self._contents.offer(block)] = None
+        residence = block.residence(self._tier)
+        if residence is None:
+            return
+        self._pushed.add(block)
+        key = self._contents.offer(block)
+        if self._extents is None or residence.slot.extent in self._extents:
+            self._keys[key] = None
+            if self._chosen is not self._contents:
+                self._chosen.offer(block)
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
                 self._may_have_aged = self._may_have_aged or self._contents.use_s(block) <= 0.0
@@ -141,14 +156,14 @@ class TierCandidates:
             queue = self._oldest()
             entry = queue.oldest() if queue is not None else None
             return (entry, 0.0) if entry is not None and self.is_free(entry) else None
-        least = self._victims.least(lambda e: self.is_free(e) and self._contents.is_queued(e))
+        least = self._victims.least(lambda e: self.is_free(e) and self._chosen.is_queued(e))
         return (least[0], least[1][0]) if least is not None else None
 
     def _first(self) -> Entry | None:
         """Take out what goes first, a leaf or not; None when nothing is left that is worth less than what comes."""
         if self._returns is None:
             return self._taken(self._oldest())
-        if not any(self._contents.queues.get(key) for key in self._keys):
+        if not any(self._chosen.queues.get(key) for key in self._keys):
             return None
         if self._may_have_aged and (aged := self._aged()) is not None:
             entry = self._taken(aged)
@@ -161,7 +176,7 @@ class TierCandidates:
             self.is_declined = True
             return None
         self.worths[entry] = self._victims.next_worth[0]
-        self._contents.withdraw(entry)
+        self._withdraw(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
         self._run = entry.mark
         return entry
@@ -170,8 +185,13 @@ class TierCandidates:
         """Take the least recently used block of a queue out."""
         entry = queue.oldest() if queue is not None else None
         if entry is not None:
-            self._contents.withdraw(entry)
+            self._withdraw(entry)
         return entry
+
+    def _withdraw(self, entry: Entry) -> None:
+        self._contents.withdraw(entry)
+        if self._chosen is not self._contents:
+            self._chosen.withdraw(entry)
 
     def _aged(self) -> LeafQueue[Entry] | None:
         """A queue that begins with a leaf which is only passing, or which no session needs, or of an earlier run."""
@@ -183,16 +203,13 @@ class TierCandidates:
 
     def _queues(self) -> list[LeafQueue[Entry]]:
         """Those of the wanted queues that hold anything."""
-        return [queue for key in self._keys if (queue := self._contents.queues.get(key))]
+        return [queue for key in self._keys if (queue := self._chosen.queues.get(key))]
 
     def is_free(self, block: Entry) -> bool:
-        """True when nobody holds the block, it lies where room is wanted, and nothing is lost that continues it."""
+        """True when nobody holds the block, and nothing is lost that continues it."""
         if self._drops and block not in self._pushed and self.children(block):
             return False
-        if block.is_held or self._extents is None:
-            return not block.is_held
-        residence = block.residence(self._tier)
-        return residence is not None and residence.slot.extent in self._extents
+        return not block.is_held
 
     def size_bytes(self, block: Entry) -> int:
         """Bytes that the tier gets back."""
@@ -225,7 +242,7 @@ class TierCandidates:
         """The queue with the block that goes first, of equals one of copies; None when there is no block."""
         first, least = None, (float("inf"), True)
         for key in self._keys:
-            queue = self._contents.queues.get(key)
+            queue = self._chosen.queues.get(key)
             entry = queue.oldest() if queue else None
             if queue is None or entry is None:
                 continue

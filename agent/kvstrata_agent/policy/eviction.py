@@ -11,7 +11,9 @@ B = TypeVar("B")
 BATCH_PARTS: Final = 8
 """Room for a batch is no more than this part of the tier or of the quota, 1/8: no small one is emptied for a block."""
 SCAN_MAX: Final = 4096
-"""Candidates that one plan examines; held blocks beyond it wait for the next plan, so a plan takes milliseconds."""
+"""Candidates that one plan examines in the order of last use; held blocks beyond it wait for the next plan."""
+DRAWN_SCAN_MAX: Final = 256
+"""The same where each is drawn and judged, which takes twenty times as long: a plan holds nobody up for longer."""
 
 
 class Candidates(Protocol[B]):

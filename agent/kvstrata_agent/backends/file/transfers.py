@@ -69,13 +69,13 @@ class Transfers:
         """Own buffers."""
         self._form = form
         self._io = io
-        self._buffers = BoundedBuffers()
+        self._outgoing, self._incoming = BoundedBuffers(), BoundedBuffers()  # A reader waits behind no writes.
 
     async def write_group(self, writings: Sequence[Writing]) -> list[Record | KvStrataError]:
         """See `GroupBackend`."""
         is_straight = not self._form.is_sealed and all(is_direct(w.stored) for w in writings)
         rooms = [HEADER_BYTES if is_straight else _room_bytes(HEADER_BYTES, w.record) for w in writings]
-        async with self._buffers.lend(sum(rooms)) as loan:
+        async with self._outgoing.lend(sum(rooms)) as loan:
             parts = zip(writings, _cut(loan.view, rooms), strict=True)
             laid = [self._laid_out(w, room, is_straight=is_straight) for w, room in parts]
             runs = coalesced(one for one in laid if isinstance(one, LaidOutRecord))
@@ -144,7 +144,7 @@ class Transfers:
         head_bytes = self._form.head_bytes
         rooms = [_room_bytes(head_bytes, r.record) for r in readings]
         callers = _Callers()
-        async with self._buffers.lend(sum(rooms)) as loan:
+        async with self._incoming.lend(sum(rooms)) as loan:
             arrivals = [
                 _Arrival(r, room, self._form.opener(r.record, r.slot))
                 for r, room in zip(readings, _cut(loan.view, rooms), strict=True)

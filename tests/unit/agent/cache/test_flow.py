@@ -12,7 +12,8 @@ from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.leases import Stray
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import SlotRequest
-from kvstrata_agent.cache.eviction_candidates import EvictionRequest
+from kvstrata_agent.cache import eviction
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_agent.cache.load import AcquireCall, Read
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.movement.path import Priority
@@ -485,3 +486,58 @@ async def test_ends_of_chains_are_lost_where_all_that_is_below_is_continued_here
 
 def is_there(core: AgentParts, number: int) -> bool:
     return core.node.index.find(SCOPE, digest(number)) is not None
+
+
+async def test_room_after_a_tier_was_made_smaller_is_made_by_looking_at_what_lies_there_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots, looked = 512, 0
+    core = make_core([dram_tier(slots * BLOCK_BYTES)], policy={"eviction": {"type": "ReuseAware"}})
+    (tier,) = core.node.tiers
+    for first in range(0, slots, 8):
+        await store(core, range(first, first + 8))
+    assert core.node.contents(tier).blocks == slots
+    per_extent = max(map(len, core.node.contents(tier).extents.values()))
+    assert per_extent <= slots // 8
+    pop = TierCandidates.pop
+
+    def counted(candidates: TierCandidates) -> Entry | None:
+        nonlocal looked
+        looked += 1
+        return pop(candidates)
+
+    monkeypatch.setattr(TierCandidates, "pop", counted)
+    await tier.backend.resize(slots * BLOCK_BYTES // 2)
+    request = SlotRequest(tier, SCOPE, "a", BLOCK_BYTES, "a")
+
+    assert await core.cache.evictor.make_room(request, 1)  # By whole extents.
+
+    assert slots // 2 - 2 * per_extent <= core.node.contents(tier).blocks <= slots // 2
+    assert looked <= slots
+    await core.close()
+    await tier.backend.close()
+
+
+@pytest.mark.parametrize("reason", ["drain", "watermark"])
+async def test_who_waits_for_room_has_it_before_all_have_left_that_are_to(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(eviction, "TURN_BYTES", 2 * BLOCK_BYTES)
+    watermarks = {"eviction": {"type": "LeafLRU", "highWatermarkPercent": 90, "lowWatermarkPercent": 1}}
+    core = make_core([dram_tier(SLOTS * BLOCK_BYTES), dict_tier("nvme", 64 * BLOCK_BYTES, 1, 2)], policy=watermarks)
+    memory, evictor = core.node.tiers[0], core.cache.evictor
+    for first in range(0, SLOTS, 4):
+        await store(core, range(first, first + 4))
+    whole = EvictionRequest(SLOTS * BLOCK_BYTES, reason, Priority.DEMOTE)
+    leaving = asyncio.create_task(evictor.trim(memory) if reason == "watermark" else evictor.evict(memory, whole))
+    await asyncio.sleep(0)  # Its first turn has begun.
+
+    slot = await evictor.reserve(SlotRequest(memory, SCOPE, "a", BLOCK_BYTES), core.node.clock() + 5.0)
+
+    assert core.node.contents(memory).blocks >= SLOTS // 2
+    assert await leaving >= (SLOTS - 1) * BLOCK_BYTES
+    assert core.node.contents(memory).blocks <= 1
+    core.node.free(memory, slot, "a")
+    await core.close()
+    for tier in core.node.tiers:
+        await tier.backend.close()
