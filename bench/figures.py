@@ -22,6 +22,8 @@ END: Final = "<!-- end of what is made -->"
 ABSENT: Final = "-"
 """A peer that could not be had in that run."""
 WAYS: Final = ("write", "read")
+_MEDIA: Final = ("", "nvme_")
+"""Begin of a key for memory that lasts, and for NVMe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,14 @@ def _net(size: str) -> tuple[Cell, ...]:
 
 def _codec(name: str) -> tuple[Cell, ...]:
     return (Cell(f"{name}_encode_vs_memcpy"), Cell(f"{name}_decode_vs_memcpy"), Cell(f"{name}_ratio"))
+
+
+def _l2(way: str, size: str) -> tuple[Cell, ...]:
+    end = "" if size == "2MiB" else f"_{size}"
+    return (
+        Cell(f"l2_{way}{end}_per_s", 1e-9),
+        *(Cell(f"l2_{way}_vs_{peer}{end}") for peer in ("fs_native", "resp", "memcpy")),
+    )
 
 
 def _mb(key: str) -> Cell:
@@ -173,6 +183,50 @@ TABLES: Final = (
             ("staged from memory; copied and synced, not verified", (_mb("first_pod_file"), _mb("pull_file"))),
             ("read by a second pod; fio", (_mb("second_pod_read"), _mb("fio"))),
             ("mapped by a second pod; safetensors' own load", (_mb("second_pod_mmap"), _mb("safetensors"))),
+        ),
+    ),
+    Table(
+        "startup",
+        "An agent's start over a million blocks of its last run, which was killed",
+        ("", "in memory that lasts", "on NVMe"),
+        (
+            ("until all are entered, s", tuple(Cell(f"{at}agent_restart_s_per_million", 1, 1) for at in _MEDIA)),
+            ("processor, s", tuple(Cell(f"{at}restart_cpu_s_per_million", 1, 1) for at in _MEDIA)),
+            (
+                "memory for a block, the interpreter's included, B",
+                tuple(Cell(f"{at}agent_bytes_per_block", 1, 0) for at in _MEDIA),
+            ),
+        ),
+    ),
+    Table(
+        "directory",
+        "The directory on one redis-server: locations in a second, times the least script that stores or finds them, "
+        "and llm-d's layout, both by redis-benchmark",
+        ("", "least script", "llm-d's layout"),
+        tuple((work, (Cell(f"{work}_vs_evalsha"), Cell(f"{work}_vs_llmd"))) for work in ("publish", "lookup")),
+    ),
+    Table(
+        "isolation",
+        "What isolation and traces cost: the rate with them, times that without, blocks of 2 MiB",
+        ("", "put", "get", "lookup"),
+        tuple(
+            (label, tuple(Cell(f"{work}_2MiB_{side}_vs_none") for work in ("put", "get", "lookup")))
+            for label, side in (
+                ("quotas of 65 tenants", "tenant"),
+                ("a trust domain, with its audit", "domain"),
+                ("every request traced", "traced"),
+                ("one in a hundred traced", "sampled"),
+            )
+        ),
+    ),
+    Table(
+        "l2",
+        "LMCache's own benchmark of L2 adapters on ours, every byte verified; GB/s, and how many times that of others",
+        ("", "GB/s", "fs_native in memory", "resp (Redis)", "memcpy"),
+        tuple(
+            (f"{way} {size}", _l2(way, size.replace(" ", "")))
+            for size in ("256 KiB", "2 MiB")
+            for way in ("store", "load")
         ),
     ),
     Table(

@@ -14,6 +14,7 @@ from pathlib import Path
 import mooncake.store
 import numpy as np
 
+from bench.harness.drivers import WITH_PARENT
 from bench.peers.loop import Bytes2D, Work, serve
 
 START_S = 20.0
@@ -42,7 +43,8 @@ class MooncakeStore:
             "--rpc_address=127.0.0.1",
             "--metrics_host=127.0.0.1",
         )
-        self._master = subprocess.Popen((str(master), *ports, *flags), stdout=sys.stderr)
+        # With a parent: it outlived a store that did not come to its end.
+        self._master = subprocess.Popen((*WITH_PARENT, str(master), *ports, *flags), stdout=sys.stderr)
         self._store: mooncake.store.MooncakeDistributedStore | None = None
         self._wait()
 
