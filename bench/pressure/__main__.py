@@ -1,9 +1,9 @@
 """Half an hour under pressure: whether the agent grows, and whether anybody ever reads a wrong byte.
 
 Several engines load, compare, store and end sessions over prompts of which 120 % of all capacity would be needed, while
-both tiers are squeezed again and again. What engines wait for is the time of `acquire` in the agent, and how long its
-loop was held by one piece of work. Growth is the slope of the agent's own memory (arenas are not part of it) over
-the second half of the run; descriptors, entries, leases and reservations are counted when all engines have left.
+both tiers are squeezed again and again. Of latency there is the time of `acquire` in the agent, and the longest time
+for which one piece of work held its loop. Growth is the slope of the agent's own memory (arenas are not part of it)
+over the second half of the run; descriptors, entries, leases and reservations are counted when all engines have left.
 There is no peer: the limit of growth is none, and of wrong bytes too.
 """
 
@@ -115,16 +115,16 @@ def run(seconds: float) -> tuple[Course, Counter[str]]:
             say(passed_s, course)
             time.sleep(seconds / SAMPLES)
         for process in working:
-            seen += _last_told(process)
+            seen += _last_counts(process)
         time.sleep(REST_S)
         course.facts = agent.ask("facts")
     return course, seen
 
 
-def _last_told(process: "subprocess.Popen[str]") -> Counter[str]:
+def _last_counts(process: "subprocess.Popen[str]") -> Counter[str]:
     """Counts of an engine that has come to its end. Raises `RuntimeError` for one that broke off."""
-    told, _ = process.communicate()
-    counts: dict[str, int] = json.loads(told.splitlines()[-1]) if told else {}
+    output, _ = process.communicate()
+    counts: dict[str, int] = json.loads(output.splitlines()[-1]) if output else {}
     if process.returncode or not counts.pop("is_done", 0):
         raise RuntimeError(f"an engine ended with {process.returncode} after {counts}")
     return Counter(counts)

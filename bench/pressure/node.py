@@ -49,7 +49,7 @@ class Durations:
         self.count = 0
 
     def note(self, duration_s: float) -> None:
-        """Up to 300 s are told apart."""
+        """Count one; what takes longer than 300 s counts as that."""
         at = int(math.log(max(duration_s, LEAST_S) / LEAST_S, STEP))
         self._counts[min(at, len(self._counts) - 1)] += 1
         self.count += 1
@@ -99,8 +99,8 @@ def malloc_bytes() -> tuple[int, int]:
     if mallinfo2 is None:
         return 0, 0
     mallinfo2.restype = Mallinfo2
-    told = mallinfo2()
-    return told.uordblks + told.hblkhd, told.fordblks
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd, info.fordblks
 
 
 def tiers_of(directory: Path, dram_bytes: int, nvme_bytes: int) -> list[NodeTier]:

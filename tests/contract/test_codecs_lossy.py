@@ -98,7 +98,7 @@ def test_every_plane_is_within_the_permitted_error(blocks: list[Recipe], permill
 
 
 @given(block=recipes, permille=st.integers(1, 500))
-def test_the_errors_that_are_told_are_no_less_than_those_that_were_made(block: Recipe, permille: int) -> None:
+def test_stated_errors_are_no_less_than_those_that_were_made(block: Recipe, permille: int) -> None:
     raw = block.raw
     made, stored = encoded(MixedCodec(permille / 1000, PackedCodec()), raw)
     back = decoded(made.codec, stored, len(raw))
@@ -106,8 +106,8 @@ def test_the_errors_that_are_told_are_no_less_than_those_that_were_made(block: R
     with np.errstate(invalid="ignore"):
         lost = np.linalg.norm(floats(back) - floats(raw), axis=1) / np.linalg.norm(floats(raw), axis=1)
     assert sum(s.planes for s in made.settled) == PLANES.planes
-    worst, told = float(np.nan_to_num(lost, nan=0.0).max()), max(s.worst_error for s in made.settled)
-    assert worst * (1 - 1e-5) <= told <= min(worst * (1 + 1e-5) + ERROR_ABOVE * (1 + told), permille / 1000)
+    worst, stated = float(np.nan_to_num(lost, nan=0.0).max()), max(s.worst_error for s in made.settled)
+    assert worst * (1 - 1e-5) <= stated <= min(worst * (1 + 1e-5) + ERROR_ABOVE * (1 + stated), permille / 1000)
 
 
 @pytest.mark.parametrize(("permille", "least"), [(20, 1.9), (60, 2.4), (300, 3.4)])

@@ -94,7 +94,7 @@ class FaultyFile(PosixFile):
 
 
 class Clock:
-    """A clock that moves when told."""
+    """A clock that only tests move."""
 
     now_s = 100.0
 

@@ -418,7 +418,7 @@ async def _in_turns(
 ) -> int:
     """Evict until the need is met or a turn frees nothing; returns the bytes freed.
 
-    `evict` is told what is due in a turn, and what those before it have freed.
+    `evict` gets the bytes that are due in a turn, and those that the turns before it have freed.
     """
     freed_bytes, part_bytes = 0, 1
     while part_bytes and freed_bytes < need_bytes:

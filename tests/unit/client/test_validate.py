@@ -179,7 +179,7 @@ def node(name: str, memory: str, pool: str = "p") -> dict[str, Any]:
 
 
 def test_the_verdict_and_the_places_are_those_of_the_api_servers_checks() -> None:
-    """Of every generated bad manifest; what is told besides is true once the rest is mended."""
+    """Of every generated bad manifest; problems named besides are those that are left once the rest is mended."""
     for bad in bad_manifests.all_bad():
         text = yaml.dump(bad.manifest, Dumper=yaml.CSafeDumper)
         (placed,) = read(text)
