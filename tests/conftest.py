@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 
 import pytest
@@ -26,6 +27,12 @@ settings.load_profile(os.environ.get("KVSTRATA_HYPOTHESIS_PROFILE", "kvstrata"))
 asyncio.set_event_loop(None)
 
 _STATUS = pytest.StashKey[int]()
+
+
+def pytest_configure() -> None:
+    """Ctrl-C does what it does in a terminal, also to what tests start: a shell's background jobs ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -19,15 +19,11 @@ ENDS_S = 60.0
 """On a machine that does much else."""
 
 FAMILY = """
-import signal
 import sys
 from pathlib import Path
 from bench import connectors
 from bench.harness import engines
 from bench.harness.drivers import Command, Driver
-
-# As in a terminal, whoever runs the tests: a shell has what it starts in the background ignore Ctrl-C.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def start(place, case):
     Path("/dev/shm", f"vllm_offload_{place.offloading('stuck')}.mmap").touch()

@@ -85,10 +85,11 @@ def test_a_demo_that_is_cut_off_leaves_nothing_behind(demo: subprocess.Popen[str
     (folder,) = folders() - before
     assert processes_of(folder)
     os.kill(demo.pid, signum)
-    demo.wait(WALL_S)
+    status = demo.wait(WALL_S)
     end_s = time.monotonic() + 30
     while (folder.exists() or processes_of(folder)) and time.monotonic() < end_s:
         time.sleep(0.1)
 
+    assert status == (130 if signum == signal.SIGINT else -signum), "it was over before the signal came"
     assert not folder.exists()
     assert processes_of(folder) == []

@@ -1,10 +1,8 @@
 """The proof of a commit: what is kept of each command, what runs again, and what the page says of it."""
 
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,15 +49,6 @@ def test_what_has_ended_is_kept_and_does_not_run_again(state: State) -> None:
     assert campaign.run(State(state.folder, COMMIT), [both], hours=None, again=False)
 
 
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    """SIGINT has its usual effect, as `main` sees to: tests that a shell runs in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interruptible")
 def test_a_command_that_was_stopped_is_open(state: State) -> None:
     stops = command("stops", "import os, signal; os.kill(os.getppid(), signal.SIGINT); input()")
     with pytest.raises(KeyboardInterrupt):
