@@ -8,8 +8,9 @@ PYTEST := $(BIN)/python -m pytest
 ON_DEVICE := $(addprefix tests/system/test_,client_transformers.py client_transformers_cache.py handover_transformers.py) \
   tests/unit/client/test_vllm.py tests/unit/agent/cache/test_five_tiers.py tests/contract/test_device_lending.py
 SEEDS ?= 200
-# How many examples a law is tried on: `make check` answers within 75 s, `make test` tries all (tests/conftest.py).
+# `make check` answers within 75 s: laws on few examples (tests/conftest.py), and no test that takes a second by itself.
 EXAMPLES ?= quick
+UNIT ?= unit and not slow
 # Tests and demos start hundreds of processes. Where Python is told to keep no bytecode, as in many containers, each of them
 # would compile all that it imports, for one to two seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,12 +49,13 @@ style: setup ## Print sizes and nesting beside what the style looks at; no gate
 	@$(BIN)/python -m checks.measure_style
 
 unit:
-	@KVSTRATA_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
+	@KVSTRATA_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m "$(UNIT)" tests/unit
 
 tools: ## The same, and the control plane with the other Go programs that tests run
 	@$(PYTHON) hack/setup.py --tools tests
 
 test: EXAMPLES = kvstrata
+test: UNIT = unit
 test: tools check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
 	@# Apart: without a GPU it is Triton's interpreter that has to be chosen first.
 	@$(BIN)/python hack/run_tests.py $(LEVELS) --apart tests/gpu

@@ -24,6 +24,8 @@ ABSENT: Final = "-"
 WAYS: Final = ("write", "read")
 _MEDIA: Final = ("", "nvme_")
 """Begin of a key for memory that lasts, and for NVMe."""
+_NODES: Final = (100, 1_000, 5_000)
+"""Sizes of fleets that the operator is measured with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,36 @@ TABLES: Final = (
             (f"{way} {size}", _l2(way, size.replace(" ", "")))
             for size in ("256 KiB", "2 MiB")
             for way in ("store", "load")
+        ),
+    ),
+    Table(
+        "operator",
+        "The operator on an API server of its own, from the pool that is posted to all nodes that are ready, and later",
+        ("", *(f"{nodes:,} nodes" for nodes in _NODES)),
+        tuple(
+            (label, tuple(Cell(f"{key}_{nodes}", scale, digits) for nodes in _NODES))
+            for label, key, scale, digits in (
+                ("all nodes ready, s", "all_ready_s", 1.0, 1),
+                ("the same writes alone, 16 at a time, s", "raw_s", 1.0, 1),
+                ("a changed label until its KVPoolNode is seen, p99, ms", "change_p99_s", 1e3, 0),
+                ("restart to synced, s", "restart_s", 1.0, 1),
+                ("failover with a Lease of 5 s, s", "failover_s", 1.0, 1),
+                ("memory, MB", "rss_bytes", 1e-6, 0),
+            )
+        ),
+    ),
+    Table(
+        "pressure",
+        "Three engines over 120 % of what two tiers hold, both squeezed again and again; every block compared",
+        ("", "in all"),
+        (
+            ("minutes", (Cell("seconds", 1 / 60, 0),)),
+            ("blocks compared, million", (Cell("compared_blocks", 1e-6, 1),)),
+            ("of them wrong", (Cell("wrong_blocks", 1, 0),)),
+            ("`acquire`, p50, ms", (Cell("acquire_p50_ms", 1, 1),)),
+            ("`acquire`, p99, ms", (Cell("acquire_p99_ms", 1, 0),)),
+            ("agent's loop held at most, ms", (Cell("loop_held_ms_at_most", 1, 0),)),
+            ("growth of its memory, MiB an hour", (Cell("growth_mib_per_hour", 1, 1),)),
         ),
     ),
     Table(

@@ -19,7 +19,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
     max_examples=100,
 )
-settings.register_profile("quick", parent=settings.get_profile("kvstrata"), max_examples=25)
+settings.register_profile("quick", parent=settings.get_profile("kvstrata"), max_examples=10)
 settings.register_profile("soak", parent=settings.get_profile("kvstrata"), derandomize=False, max_examples=5_000)
 settings.load_profile(os.environ.get("KVSTRATA_HYPOTHESIS_PROFILE", "kvstrata"))
 

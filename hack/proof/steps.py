@@ -93,7 +93,7 @@ def steps(soak_minutes: int = SOAK_MINUTES) -> tuple[Step, ...]:
             "mutants",
             "seeded defects, each caught by the tests that it names",
             tuple(
-                _module(f"shard-{k}", f"checks.mutants --shard {k}/{MUTANT_SHARDS}", 600)
+                _module(f"shard-{k}", f"checks.mutants --jobs 2 --shard {k}/{MUTANT_SHARDS}", 120)
                 for k in range(1, MUTANT_SHARDS + 1)
             ),
         ),

@@ -34,6 +34,7 @@ def test_a_peer_that_is_told_kinds_is_compared_with_what_is_told_them_too() -> N
     assert cell.margin_points == pytest.approx(0.5), "47 with the trace's kinds"
 
 
+@pytest.mark.slow
 def test_the_last_line_has_the_agreed_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(simulators, "is_ready", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench.policy", "--tiny", "--sizes", "5"])

@@ -112,6 +112,7 @@ def test_only_leaves_leave_and_the_cache_stays_within_its_capacity(
         assert not held or parent == ROOT or cache.held[parent] == cache.lengths[parent]
 
 
+@pytest.mark.slow
 def test_ours_beats_leaf_lru_on_a_made_workload_and_hints_add_to_it() -> None:
     trace = synthetic(900)
     blocks = trace.unique_blocks // 20

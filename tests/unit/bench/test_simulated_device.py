@@ -74,6 +74,7 @@ def drained(device: SimulatedDevice, load: float) -> tuple[list[Completion], flo
     return ended, area / last_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
 def test_mean_number_is_rate_times_mean_time(device: SimulatedDevice, load: float) -> None:
     ended, inside = drained(device, load)
@@ -81,6 +82,7 @@ def test_mean_number_is_rate_times_mean_time(device: SimulatedDevice, load: floa
     assert isclose(inside, ARRIVALS / device.now_s * mean_s, rel_tol=0.01)  # Little's law.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
 def test_waiting_is_that_of_random_arrivals_and_one_equal_service(device: SimulatedDevice, load: float) -> None:
     ended, _ = drained(device, load)

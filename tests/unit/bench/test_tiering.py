@@ -69,6 +69,7 @@ def test_loads_of_one_tier_wait_for_each_other() -> None:
     assert both_s - one_s == pytest.approx(load_s, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Tiers, WriteThrough, Ours])
 def test_no_level_holds_more_than_it_may_and_slower_ones_hold_what_faster_ones_do(make: type[Tiers]) -> None:
     trace = synthetic(200)
@@ -135,6 +136,7 @@ def test_figures_are_of_ours_over_the_best_of_the_others() -> None:
     assert cells[0].best_peer != ALONE
 
 
+@pytest.mark.slow
 def test_the_last_line_has_the_agreed_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tiny"]) == 0
 
@@ -164,6 +166,7 @@ def _once_and_again(rounds: int = 1500) -> Trace:
     return build("once and again", 16, [Request(at_s, tuple(prompt)) for at_s, prompt in requests])
 
 
+@pytest.mark.slow
 def test_what_never_comes_again_is_hardly_written_to_flash() -> None:
     cell = flash.measure(_once_and_again(), 1)
 
@@ -172,6 +175,7 @@ def test_what_never_comes_again_is_hardly_written_to_flash() -> None:
     assert cell.lost_points(flash.OURS) <= flash.LOSS_POINTS / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_percent", [1, 10])
 def test_the_limit_writes_least_for_each_block_read(size_percent: int) -> None:
     cell = flash.measure(synthetic(200), size_percent)
@@ -179,6 +183,7 @@ def test_the_limit_writes_least_for_each_block_read(size_percent: int) -> None:
     assert cell.flows[flash.LIMIT].written_per_read <= cell.flows[flash.ALL].written_per_read
 
 
+@pytest.mark.slow
 def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
     trace = _once_and_again(300)
     tiers = Ours(trace, [300, 4500], _always, rules=Rules(memories=1))
@@ -190,6 +195,7 @@ def test_declined_blocks_leave_those_that_flash_has_of_the_same_run() -> None:
         assert all(blocks <= stored for blocks, stored in zip(in_flash, tiers.stored[1], strict=True)), number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("eviction", "is_spared"), [("ReuseAware", True), ("LeafLRU", False)])
 def test_writes_are_spared_only_where_the_agent_learns_what_returns(
     eviction: str, *, is_spared: bool, monkeypatch: pytest.MonkeyPatch

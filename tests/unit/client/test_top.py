@@ -130,6 +130,7 @@ def rows_of(app: Top, name: str) -> list[list[str]]:
     return [[str(cell) for cell in table.get_row_at(i)] for i in range(table.row_count)]
 
 
+@pytest.mark.slow
 def test_keys_choose_sort_filter_and_show_in_full() -> None:
     async def steps(pilot: Any, app: Top) -> None:
         assert [row[1] for row in rows_of(app, "Nodes")] == ["n0", "n1"]
@@ -165,6 +166,7 @@ def test_what_was_seen_last_stays_when_the_cluster_is_away() -> None:
     assert threading.main_thread().name not in threads, "a slow API server must not stop the screen"
 
 
+@pytest.mark.slow
 def test_keys_after_a_filter_that_nothing_has_break_nothing() -> None:
     async def steps(pilot: Any, app: Top) -> None:
         await pilot.press("slash", *"zzz", "enter", "enter", "s", "2", "s", "r", "4", "enter")

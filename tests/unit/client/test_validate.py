@@ -178,6 +178,7 @@ def node(name: str, memory: str, pool: str = "p") -> dict[str, Any]:
     return {"kind": "Node", "metadata": {"name": name, "labels": {"pool": pool}}, "status": status}
 
 
+@pytest.mark.slow
 def test_the_verdict_and_the_places_are_those_of_the_api_servers_checks() -> None:
     """Of every generated bad manifest; problems named besides are those that are left once the rest is mended."""
     for bad in bad_manifests.all_bad():

@@ -599,5 +599,5 @@ class Rolls(RuleBasedStateMachine):
         assert status(self.cluster, "Ready")[0] == "True", json.dumps(self.cluster.fleet.objects[POOL]["status"])
 
 
-TestRolls = Rolls.TestCase
+TestRolls = pytest.mark.slow(Rolls.TestCase)
 TestRolls.settings = settings(stateful_step_count=12)

@@ -149,7 +149,7 @@ class Keeping(RuleBasedStateMachine):
             assert facts(kept[1], pool) == facts(whole[1], pool)
 
 
-TestKeeping = Keeping.TestCase
+TestKeeping = pytest.mark.slow(Keeping.TestCase)
 TestKeeping.settings = settings(max_examples=30, stateful_step_count=15)
 
 

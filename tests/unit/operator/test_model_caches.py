@@ -233,6 +233,7 @@ def test_a_silent_agent_that_has_nothing_yet_gives_way() -> None:
     assert status(fleet, ref)["failures"][0]["reason"] == "AgentAway"
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     copies=st.integers(1, 6),
@@ -536,5 +537,5 @@ class Keeping(RuleBasedStateMachine):
         assert kept[1].mislabelled == whole[1].mislabelled
 
 
-TestKeeping = Keeping.TestCase
+TestKeeping = pytest.mark.slow(Keeping.TestCase)
 TestKeeping.settings = settings(max_examples=15, stateful_step_count=15)

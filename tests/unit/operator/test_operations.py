@@ -289,6 +289,7 @@ def here_of(fleet: Fleet) -> set[str]:
     return {n.partition(".")[2] for n in fleet.of(kinds.POOL_NODE)}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(types_of_three, happenings, st.data())
 def test_every_operation_ends_and_its_end_is_final(types: list[str], events: list[str], data: st.DataObject) -> None:

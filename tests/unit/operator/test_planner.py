@@ -405,5 +405,5 @@ class Life(RuleBasedStateMachine):
         assert all(n["spec"]["poolRef"] in pools for n in self.fleet.of(kinds.POOL_NODE).values())
 
 
-TestLife = Life.TestCase
+TestLife = pytest.mark.slow(Life.TestCase)
 TestLife.settings = settings(max_examples=40, stateful_step_count=30)

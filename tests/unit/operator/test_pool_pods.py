@@ -190,7 +190,7 @@ class Keeping(RuleBasedStateMachine):
         assert plan_statuses(*kept, SETTING, fleet.now) == plan_statuses(*whole, SETTING, fleet.now)
 
 
-TestKeeping = Keeping.TestCase
+TestKeeping = pytest.mark.slow(Keeping.TestCase)
 TestKeeping.settings = settings(max_examples=20, stateful_step_count=12)
 
 

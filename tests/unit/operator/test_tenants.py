@@ -148,6 +148,7 @@ def test_a_finished_erasure_is_told_in_the_same_words_for_ever() -> None:
     assert tenant(fleet)["status"]["conditions"] == before
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["a", "b", "confirm", "lose-status", "orders"]), max_size=12))
 def test_a_key_version_never_comes_again(steps: list[str]) -> None:
     fleet = running("n1")

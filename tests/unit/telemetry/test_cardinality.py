@@ -44,6 +44,7 @@ def series_of_an_agent(tenants: int, tiers: int) -> tuple[int, set[str]]:
     return len(samples), {sample.labels["tenant"] for sample in samples if "tenant" in sample.labels}
 
 
+@pytest.mark.slow
 def test_tenants_that_come_and_go_do_not_make_series_without_end() -> None:
     few, _ = series_of_an_agent(TENANTS_NAMED_MAX, TIERS_MOST)
     many, named = series_of_an_agent(TENANTS_MOST, TIERS_MOST)

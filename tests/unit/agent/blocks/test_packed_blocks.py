@@ -122,7 +122,7 @@ class TableMachine(RuleBasedStateMachine):
             assert listed == sorted(d for s, d in self.model.by_key if s == scope)
 
 
-TestTable = TableMachine.TestCase
+TestTable = pytest.mark.slow(TableMachine.TestCase)
 
 
 def test_a_table_grows_over_many_chunks_and_finds_all() -> None:

@@ -105,6 +105,7 @@ async def replayed(engine: Engine) -> None:
     await tend(engine)
 
 
+@pytest.mark.slow
 def test_each_block_lies_where_its_use_pays(tmp_path: Path) -> None:
     async def play(engine: Engine) -> None:
         await replayed(engine)

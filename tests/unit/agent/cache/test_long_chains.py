@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from support.agent.engine import SLOTS, Engine, close
 
@@ -33,7 +34,7 @@ async def stored_below(rng: random.Random, steps: tuple[int, ...] = QUICK) -> En
     return engine
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(settings().max_examples // 6))
 async def test_every_helping_of_a_long_chain_brings_at_least_a_block(seed: int) -> None:
     """Blocks behind the first one may take all room before it; then they must not keep it out."""
     engine = await stored_below(random.Random(seed))
@@ -46,7 +47,7 @@ async def test_every_helping_of_a_long_chain_brings_at_least_a_block(seed: int) 
     await close(engine)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(settings().max_examples // 4))
 async def test_a_block_waits_for_those_on_their_way_that_hold_the_room_before_them(seed: int) -> None:
     """Somebody wanted the end of the chain and left; nothing before it can leave, and it not before it is there."""
     engine = await stored_below(random.Random(seed), SLOW)

@@ -189,6 +189,7 @@ async def played(prefetch: str, seed: int) -> tuple[int, int]:
     return found, asked
 
 
+@pytest.mark.slow
 async def test_prefetch_at_pause_has_nearly_all_that_an_oracle_would_gain() -> None:
     """An oracle has every session's blocks in memory when it is back."""
     found = without = asked = 0

@@ -114,7 +114,7 @@ class Pressed:
         return stored
 
 
-# Ten times as many as a law of this level has examples, 1,000, in `make test`, and 50 in `make check`.
+# Ten times as many as a law of this level has examples, 1,000, in `make test`, and 20 in `make check`.
 @pytest.mark.parametrize("seed", range(settings().max_examples))
 def test_drawn_timings_find_room_for_what_continues_the_prompt(seed: int) -> None:
     for drawn in range(10 * seed, 10 * seed + (10 if settings().max_examples >= 100 else 2)):

@@ -188,6 +188,7 @@ async def shares(steps: list[tuple[str, str]]) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(NAMES)), min_size=8, max_size=24))
 def test_whatever_classes_tenants_name_each_holds_what_it_would_without(steps: list[tuple[str, str]]) -> None:

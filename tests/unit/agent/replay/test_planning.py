@@ -74,6 +74,7 @@ def hit_ratio(of: Fleet, trace: Trace, rate: float = 1.0) -> float:
     return sum(outcome.found_blocks) * trace.block_tokens / outcome.asked_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [{}, {"eviction": {"type": "LeafLRU"}}, {"placement": {"type": "Cascade"}}])
 def test_more_memory_finds_no_less(trace: Trace, policy: dict[str, Any]) -> None:
     found = [
@@ -115,6 +116,7 @@ def test_hardly_any_load_waits_for_nobody(trace: Trace) -> None:
     assert plan.saved_gpu_s_per_request > 0
 
 
+@pytest.mark.slow
 def test_a_goal_below_the_time_of_one_prompt_is_met_by_no_load(trace: Trace) -> None:
     assert planning.rate_at(fleet(), trace, goal_s=1e-6) == 0.0
 
@@ -134,6 +136,7 @@ def test_a_looser_goal_never_allows_less(goals: Sequence[float], high: float) ->
     assert tight <= loose
 
 
+@pytest.mark.slow
 def test_the_load_at_a_goal_meets_it_and_grows_with_it(trace: Trace) -> None:
     one = fleet()
     tight, loose = (planning.rate_at(one, trace, goal_s) for goal_s in (0.5, 4.0))
@@ -164,6 +167,7 @@ def test_intervals_have_their_value(trace: Trace) -> None:
     assert 0 < plan.hit_ratio.low < plan.hit_ratio.high < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "load"), [((2000,), 0.3), ((2000,), 0.6), ((500, 1000, 8000), 0.5)])
 def test_without_a_cache_waits_are_those_of_pollaczek_and_khinchine(lengths: tuple[int, ...], load: float) -> None:
     engine = {"stepSeconds": 0.0, "memoryBytesPerSecond": 1e17, "kvMemory": 1, "slots": 1 << 20}

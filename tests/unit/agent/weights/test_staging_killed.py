@@ -12,6 +12,7 @@ from support.runner.alone import environment
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(180)]
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_step_leaves_no_wrong_byte(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "support.agent.staging_killed", str(tmp_path))
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
