@@ -1,6 +1,5 @@
 """Tiers in memory that engines map, and memory that outlives its agent, under their contracts."""
 
-import os
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +10,7 @@ import pytest
 
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
-from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
@@ -24,10 +23,9 @@ from support.backends.contract import (
 )
 from support.backends.mappable_contract import MappableContract
 from support.runner import leftovers
+from support.runner.huge_pages import more_huge_pages
 
 pytestmark = pytest.mark.contract
-
-NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
 class TestCxlNumaNode(MappableContract):
@@ -53,16 +51,10 @@ class TestHostDramSmallPages(MappableContract):
 @pytest.fixture(scope="class")
 def huge_pages() -> Iterator[None]:
     """64 huge pages while the tests of one class run; given back afterwards."""
-    if os.getuid() != 0:
-        pytest.skip("huge pages can be reserved by root only")
-    before = int(NR_HUGEPAGES.read_text())
-    NR_HUGEPAGES.write_text(f"{before + 64}\n")
-    try:
-        if (free_pages(2 * MIB) or 0) < 64:
-            pytest.skip("this machine has no 128 MiB in one piece for huge pages")
+    with more_huge_pages(64) as are_there:
+        if not are_there:
+            pytest.skip("no 128 MiB in one piece for huge pages here, or no root to reserve them")
         yield
-    finally:
-        NR_HUGEPAGES.write_text(f"{before}\n")
 
 
 @pytest.mark.usefixtures("huge_pages")

@@ -1,7 +1,6 @@
 """Agents that die and come back with warm memory: the real process, its real memory files, and a client that waits."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,15 +13,14 @@ import pytest
 
 from controlplane import ControlPlane
 from kvstrata import Client, PrefixCache
-from kvstrata_agent.backends.memory.host_dram import free_pages
 from support.kube.agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvme, put, until
 from support.runner import leftovers
+from support.runner.huge_pages import more_huge_pages
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 SEEDS = range(1, 9)
 BLOCKS = 16 * len(SEEDS)
-NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,20 +135,16 @@ def test_where_there_is_no_memory_file_system_the_status_says_so(
 @pytest.fixture
 def huge_pages() -> Iterator[None]:
     """64 huge pages on a hugetlbfs of our own; given back afterwards."""
-    if os.getuid() != 0:
-        pytest.skip("huge pages can be reserved by root only")
-    before = int(NR_HUGEPAGES.read_text())
-    NR_HUGEPAGES.write_text(f"{before + 64}\n")
-    directory = tempfile.mkdtemp(prefix="kvstrata-test-")
-    mounted = subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", directory], check=False)
-    try:
-        if mounted.returncode or (free_pages(2 * MIB) or 0) < 64:
-            pytest.skip("this machine has no 128 MiB in one piece for huge pages, or no hugetlbfs")
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", directory], check=False)
-        shutil.rmtree(directory)
-        NR_HUGEPAGES.write_text(f"{before}\n")
+    with more_huge_pages(64) as are_there:
+        directory = tempfile.mkdtemp(prefix="kvstrata-test-")
+        mounted = subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", directory], check=False)
+        try:
+            if mounted.returncode or not are_there:
+                pytest.skip("no 128 MiB in one piece for huge pages here, no hugetlbfs, or no root to reserve them")
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", directory], check=False)
+            shutil.rmtree(directory)
 
 
 @pytest.mark.usefixtures("huge_pages")

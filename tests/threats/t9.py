@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.extent_store import VolatileStore
-from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains, make_memfd
 from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, PersistenceRoot, read_mounts
 from kvstrata_agent.backends.record import layout as record_bytes
@@ -33,6 +33,7 @@ from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTi
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
 from support.runner import leftovers
+from support.runner.huge_pages import more_huge_pages
 from support.runner.outcome import Outcome, Scale
 
 SLOT_BYTES: Final = 4096
@@ -42,7 +43,6 @@ FULL: Final = CANARY * (SLOT_BYTES // len(CANARY))
 KILL_EVERY: Final = 8
 """Rounds of lasting memory, of which one ends with kill -9 instead of drops."""
 HUGE_PAGES: Final = 8
-_NR_HUGEPAGES: Final = Path("/proc/sys/vm/nr_hugepages")
 
 Opener = Callable[[Path], "asyncio.Future[TierBackend] | Awaitable[TierBackend]"]
 
@@ -189,21 +189,6 @@ def _look_at_files(directory: Path, search: Search) -> None:
         search.look(path.read_bytes() if path.is_file() else b"")
 
 
-@contextmanager
-def _huge_pages() -> Iterator[bool]:
-    """A few huge pages, given back afterwards; False where there are none to be had."""
-    before = int(_NR_HUGEPAGES.read_text())
-    try:
-        _NR_HUGEPAGES.write_text(f"{before + HUGE_PAGES}\n")
-    except OSError:
-        yield False
-        return
-    try:
-        yield (free_pages(2 * MIB) or 0) >= HUGE_PAGES
-    finally:
-        _NR_HUGEPAGES.write_text(f"{before}\n")
-
-
 @asynccontextmanager
 async def _closing(backend: Arena) -> AsyncIterator[Arena]:
     try:
@@ -217,7 +202,7 @@ async def _search_all(slots: int) -> list[Search]:
     async with _closing(open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (), NO_PERSISTENCE)) as backend:
         found.append(Search("dram"))
         await _search_memory(backend, found[-1], slots)
-    with _huge_pages() as is_there:
+    with more_huge_pages(HUGE_PAGES) as is_there:
         if is_there:
             capacity_bytes = HUGE_PAGES * 2 * MIB
             async with _closing(
