@@ -1,5 +1,6 @@
 """The contract of all tier backends: values and protocols. Pure."""
 
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -8,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
-from kvstrata_api.checksum import Use, checksum
+from kvstrata_api.blocks import KEY_BYTES, BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import CHECKSUM_BYTES, Use, checksum
 from kvstrata_api.errors import BackendFailedError, KvStrataError
 
 PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
@@ -129,6 +130,19 @@ class Columns:
         return ((self.slot(at), self.record(at)) for at in range(len(self)))
 
 
+IDENTITY: Final = struct.Struct(f"<I{CHECKSUM_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
+"""stored bytes, checksum, digest, parent (zeros for a root's): what no two blocks have in common."""
+IDENTITIES: Final = np.dtype(
+    [
+        ("stored_bytes", "<u4"), ("checksum", "u1", CHECKSUM_BYTES), ("digest", "u1", KEY_BYTES),
+        ("parent", "u1", KEY_BYTES),
+    ]
+)  # fmt: skip
+"""The same for NumPy."""
+DIGEST_AT: Final = 4 + CHECKSUM_BYTES
+"""Where the digest begins in it."""
+
+
 class OptionalCapabilities(Protocol):
     """What only some media can do. Each property is the backend itself with that interface, None where it cannot.
 
@@ -158,6 +172,11 @@ class OptionalCapabilities(Protocol):
     @property
     def columnar(self) -> "ColumnarBackend | None":
         """Returns blocks of earlier runs an extent at a time."""
+        return None
+
+    @property
+    def noting(self) -> "NotingBackend | None":
+        """Keeps in memory what lies in each slot."""
         return None
 
     @property
@@ -460,6 +479,33 @@ class SealingBackend(TierBackend, Protocol):
 
     async def forget_waiting(self, tag: bytes) -> None:
         """Remove what waits for the key of `tag`, which is gone for good."""
+
+
+class Notes(Protocol):
+    """What lies in the slots of one extent, from the end of a write to the drop: `IDENTITY` at equal distances."""
+
+    @property
+    def buffer(self) -> bytearray:
+        """All of them; never another one."""
+
+    def position(self, index: int) -> int:
+        """Where in it the identity of what lies in a slot begins."""
+
+    def holds(self, index: int, identity: bytes) -> bool:
+        """True where it is noted that this lies in a slot."""
+
+    def hold(self, indices: NDArray[np.intp], identities: NDArray[np.void]) -> bool:
+        """The same of `IDENTITIES` in as many slots."""
+
+    def identities(self, indices: NDArray[np.intp]) -> NDArray[np.void]:
+        """`IDENTITIES` of slots; a copy."""
+
+
+class NotingBackend(TierBackend, Protocol):
+    """A medium that has to know what lies in its slots, so that nobody else has to."""
+
+    def notes(self, extent: int) -> Notes | None:
+        """Notes of an extent; None once it has gone. They stay as they are for whoever keeps them."""
 
 
 class ColumnarBackend(TierBackend, Protocol):

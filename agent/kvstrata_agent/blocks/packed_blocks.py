@@ -1,49 +1,55 @@
-"""Blocks that nobody uses just now, as rows of 124 bytes: objects for the same take ten times that. No clock, no I/O.
+"""Blocks that nobody uses just now, as rows of 56 bytes and identities of 60: objects for the same take ten times that.
 
-What many blocks have in common (scope, layout, account, tier, codec, epoch, sizes) is kept once, as a kind. Rows lie in
-chunks that never move; a row is found by its digest in one of 256 small open-addressing tables, so that none of them is
-large enough for its growth to be felt.
+What many blocks have in common (scope, layout, account, tier, codec, epoch, sizes) is kept once, as a kind. What no two
+have in common, their identity, is kept once as well: where the medium notes it for each of its slots, a row has none of
+its own. Rows lie in chunks that never move; a row is found by its digest in one of 256 small open-addressing tables, so
+that none of them is large enough for its growth to be felt. No clock, no I/O.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from kvstrata_agent.backends.base import DIGEST_AT, IDENTITIES, IDENTITY
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.policy.priority import PriorityClass
 from kvstrata_api.blocks import KEY_BYTES, unpack_digests
-from kvstrata_api.checksum import CHECKSUM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from kvstrata_agent.backends.base import Notes
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_api.blocks import LayoutId, ScopeId
 
-_ROW: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}sddQQQIII{TIERS_MAX}H")
-"""digest, parent, checksum, born, last use, mark, stamp, offset, extent, stored bytes, kind, children at each level."""
+_ROW: Final = struct.Struct(f"<ddQQQII{TIERS_MAX}B")
+"""born, last use, mark, stamp, offset, extent, kind, children at each level."""
 PACKED_BYTES: Final = _ROW.size
 FIELDS: Final = np.dtype(
     [
-        ("digest", "u1", KEY_BYTES), ("parent", "u1", KEY_BYTES), ("checksum", "u1", CHECKSUM_BYTES),
         ("born_s", "<f8"), ("used_at_s", "<f8"), ("mark", "<u8"), ("stamp", "<u8"), ("offset", "<u8"),
-        ("extent", "<u4"), ("stored_bytes", "<u4"), ("kind", "<u4"), ("counts", "<u2", TIERS_MAX),
+        ("extent", "<u4"), ("kind", "<u4"), ("counts", "u1", TIERS_MAX),
     ]
 )  # fmt: skip
-_KIND_AT: Final = PACKED_BYTES - 2 * TIERS_MAX - 4
-_EXTENT_AT: Final = _KIND_AT - 8
-_COUNTS: Final = struct.Struct(f"<{TIERS_MAX}H")
+_IDENTITY_BYTES: Final = IDENTITY.size
+_COUNTS: Final = struct.Struct(f"<{TIERS_MAX}B")
 _COUNTS_AT: Final = PACKED_BYTES - _COUNTS.size
+_KIND_AT: Final = _COUNTS_AT - 4
+_EXTENT_AT: Final = _KIND_AT - 4
+_PLACE: Final = struct.Struct("<QII")
+_PLACE_AT: Final = _EXTENT_AT - 8
+"""Offset, extent and kind: they lie together."""
 _U32: Final = struct.Struct("<I")
 NUMBER_MAX: Final = 2**32 - 1
-COUNT_MAX: Final = 2**16 - 1
+COUNT_MAX: Final = 2**8 - 1
 
 _CHUNK_BITS: Final = 12
 _CHUNK_ROWS: Final = 1 << _CHUNK_BITS
@@ -136,16 +142,43 @@ class _PackedKinds:
         return [number for kind, number in self._numbers.items() if is_meant(kind)]
 
 
+class _Chunk:
+    """Rows with neighbouring numbers, all with identities of their own or all without."""
+
+    __slots__ = ("identities", "rows")
+
+    def __init__(self, *, is_noted: bool) -> None:
+        self.rows = bytearray(_CHUNK_ROWS * PACKED_BYTES)
+        self.identities = None if is_noted else bytearray(_CHUNK_ROWS * _IDENTITY_BYTES)
+
+    @property
+    def fields(self) -> NDArray[np.void]:
+        """The rows with NumPy, to be read and written."""
+        return np.frombuffer(self.rows, FIELDS)
+
+
+@dataclass(slots=True)
+class _Noted:
+    """An extent whose medium notes what lies there."""
+
+    notes: Notes
+    rows: int = 0
+    """As many rows rely on it."""
+
+
 class PackedTable:
     """All rows of a node. A row's number is good until the row is taken out."""
 
     def __init__(self) -> None:
-        self._chunks: list[bytearray] = []
+        self._chunks: list[_Chunk] = []
+        self._noted: dict[tuple[Tier, int], _Noted] = {}
+        """By tier and extent; those that rows rely on, whatever becomes of the medium."""
         self._kinds = _PackedKinds()
         self._tables = [array("I", bytes(4 * _SLOTS_MIN)) for _ in range(_SHARDS)]
         self._filled = [0] * _SHARDS
         """Places of each table that are not empty, deleted ones included."""
-        self._unused = array("I")
+        self._unused = {False: array("I"), True: array("I")}
+        """Numbers of rows that hold no block, with identities of their own and without."""
         self._rows = 0
 
     def __len__(self) -> int:
@@ -166,55 +199,111 @@ class PackedTable:
         place = (hashed >> 8) & mask
         chunks = self._chunks
         while (held := table[place]) != _EMPTY:
-            number = held - _FIRST
-            chunk, start = chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * PACKED_BYTES
-            if held != _DELETED and chunk.startswith(digest, start) and self.kind(number).scope == scope:
-                return table, place
+            if held != _DELETED:
+                number = held - _FIRST
+                identities = chunks[number >> _CHUNK_BITS].identities
+                at = (number & (_CHUNK_ROWS - 1)) * _IDENTITY_BYTES
+                if identities is None:
+                    identities, at = self._noted_at(number)
+                if identities.startswith(digest, at + DIGEST_AT) and self.kind(number).scope == scope:
+                    return table, place
             place = (place + 1) & mask
         return None
 
+    def _identity(self, number: int) -> tuple[bytearray, int]:
+        """Where the identity of a row's block lies."""
+        identities = self._chunks[number >> _CHUNK_BITS].identities
+        if identities is None:
+            return self._noted_at(number)
+        return identities, (number & (_CHUNK_ROWS - 1)) * _IDENTITY_BYTES
+
+    def _noted_at(self, number: int) -> tuple[bytearray, int]:
+        """The same of a row without one of its own."""
+        rows, start = self._at(number)
+        offset, extent, of = _PLACE.unpack_from(rows, start + _PLACE_AT)
+        kind = self._kinds.values[of]
+        assert kind is not None, f"row {number} holds no block"
+        notes = self._noted[kind.tier, extent].notes
+        return notes.buffer, notes.position(offset // kind.slot_bytes)
+
+    def _notes_of(self, tier: Tier, extent: int) -> Notes | None:
+        """Notes of a medium that keeps them."""
+        known = self._noted.get((tier, extent))
+        if known is not None:
+            return known.notes
+        return tier.backend.noting.notes(extent) if tier.backend.noting is not None else None
+
+    def _rely_on(self, tier: Tier, extent: int, notes: Notes, rows: int) -> None:
+        known = self._noted.get((tier, extent))
+        if known is None:
+            known = self._noted[tier, extent] = _Noted(notes)
+        known.rows += rows
+
     def put(self, row: PackedBlock) -> int:
         """Add a row whose block has none; returns its number. It must fit."""
-        if not self._unused:
-            self._add_chunk()
-        number = self._unused.pop()
-        chunk, start = self._at(number)
-        kind = self._kinds.take(row.kind)
+        kind = row.kind
+        identity = IDENTITY.pack(row.stored_bytes, row.checksum, row.digest, row.parent)
+        notes = self._notes_of(kind.tier, row.extent)
+        is_noted = notes is not None and notes.holds(row.offset // kind.slot_bytes, identity)
+        if not self._unused[is_noted]:
+            self._add_chunk(is_noted=is_noted)
+        number = self._unused[is_noted].pop()
+        rows, start = self._at(number)
+        of = self._kinds.take(kind)
         _ROW.pack_into(
-            chunk, start, row.digest, row.parent, row.checksum, row.born_s, row.used_at_s, row.mark, row.stamp,
-            row.offset, row.extent, row.stored_bytes, kind, *row.counts,
-        )  # fmt: skip
+            rows, start, row.born_s, row.used_at_s, row.mark, row.stamp, row.offset, row.extent, of, *row.counts
+        )
+        if notes is not None and is_noted:
+            self._rely_on(kind.tier, row.extent, notes, 1)
+        else:
+            identities, at = self._identity(number)
+            identities[at : at + _IDENTITY_BYTES] = identity
         self._rows += 1
         self._enter(hash(row.digest), number)
         return number
 
-    def put_all(self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void]) -> NDArray[np.uint32]:
-        """Add `FIELDS` of blocks that have no rows, each of the kind that `of` gives; returns their numbers."""
+    def put_all(
+        self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void], identities: NDArray[np.void]
+    ) -> NDArray[np.uint32]:
+        """Add `FIELDS` and `IDENTITIES` of blocks of one extent that have no rows; returns their numbers.
+
+        Each is of the kind that `of` gives.
+        """
         uses = np.bincount(of, minlength=len(kinds)).tolist()
         rows["kind"] = np.array([self._kinds.take(kind, count) for kind, count in zip(kinds, uses, strict=True)])[of]
-        numbers = self._free_numbers(len(rows))
+        tier, extent = kinds[0].tier, int(rows["extent"][0])
+        notes = self._notes_of(tier, extent)
+        slot_bytes = np.array([kind.slot_bytes for kind in kinds], np.uint64)[of]
+        indices = (rows["offset"] // slot_bytes).astype(np.intp)
+        is_noted = notes is not None and notes.hold(indices, identities)
+        numbers = self._free_numbers(len(rows), is_noted=is_noted)
+        if notes is not None and is_noted:
+            self._rely_on(tier, extent, notes, len(rows))
         chunks = numbers >> _CHUNK_BITS
-        for chunk in np.unique(chunks).tolist():
-            chosen = chunks == chunk
+        for at in np.unique(chunks).tolist():
+            chosen, chunk = chunks == at, self._chunks[at]
             places = numbers[chosen] & (_CHUNK_ROWS - 1)
-            np.frombuffer(self._chunks[chunk], FIELDS).put(places, rows.compress(chosen))
+            chunk.fields.put(places, rows.compress(chosen))
+            if chunk.identities is not None:
+                np.frombuffer(chunk.identities, IDENTITIES).put(places, identities.compress(chosen))
         self._rows += len(rows)
-        self._enter_all(unpack_digests(rows["digest"].tobytes()), numbers)
+        self._enter_all(unpack_digests(identities["digest"].tobytes()), numbers)
         return numbers
 
-    def _free_numbers(self, count: int) -> NDArray[np.uint32]:
-        while len(self._unused) < count:
-            self._add_chunk()
-        kept = len(self._unused) - count
-        numbers = np.array(self._unused[kept:], np.uint32)[::-1]
-        del self._unused[kept:]
+    def _free_numbers(self, count: int, *, is_noted: bool) -> NDArray[np.uint32]:
+        unused = self._unused[is_noted]
+        while len(unused) < count:
+            self._add_chunk(is_noted=is_noted)
+        kept = len(unused) - count
+        numbers = np.array(unused[kept:], np.uint32)[::-1]
+        del unused[kept:]
         return numbers
 
-    def _add_chunk(self) -> None:
+    def _add_chunk(self, *, is_noted: bool) -> None:
         """Numbers are handed out one after the other, a chunk at a time when there are none."""
         first = len(self._chunks) << _CHUNK_BITS
-        self._chunks.append(bytearray(_CHUNK_ROWS * PACKED_BYTES))
-        self._unused.extend(range(first + _CHUNK_ROWS - 1, first - 1, -1))
+        self._chunks.append(_Chunk(is_noted=is_noted))
+        self._unused[is_noted].extend(range(first + _CHUNK_ROWS - 1, first - 1, -1))
 
     def _enter_all(self, digests: Sequence[bytes], numbers: NDArray[np.uint32]) -> None:
         """Enter rows a table at a time: one by one they take five times as long."""
@@ -254,8 +343,9 @@ class PackedTable:
         table = self._tables[shard] = array("I", bytes(4 * slots))
         self._filled[shard] = len(held)
         for h in held:
-            chunk, start = self._at(h - _FIRST)
-            place = (hash(bytes(chunk[start : start + KEY_BYTES])) >> 8) & (slots - 1)
+            identities, at = self._identity(h - _FIRST)
+            digest = bytes(identities[at + DIGEST_AT : at + DIGEST_AT + KEY_BYTES])
+            place = (hash(digest) >> 8) & (slots - 1)
             while table[place]:
                 place = (place + 1) & (slots - 1)
             table[place] = h
@@ -267,11 +357,17 @@ class PackedTable:
         assert at is not None, "every row is in its table"
         table, place = at
         table[place] = _DELETED
-        chunk, start = self._at(number)
-        self._kinds.give_back(_U32.unpack_from(chunk, start + _KIND_AT)[0])
-        _U32.pack_into(chunk, start + _KIND_AT, _FREE)
+        rows, start = self._at(number)
+        self._kinds.give_back(_U32.unpack_from(rows, start + _KIND_AT)[0])
+        _U32.pack_into(rows, start + _KIND_AT, _FREE)
+        is_noted = self._chunks[number >> _CHUNK_BITS].identities is None
+        if is_noted:
+            known = self._noted[row.kind.tier, row.extent]
+            known.rows -= 1
+            if not known.rows:
+                del self._noted[row.kind.tier, row.extent]
         self._rows -= 1
-        self._unused.append(number)
+        self._unused[is_noted].append(number)
         return row
 
     def read(self, number: int) -> PackedBlock:
@@ -282,12 +378,11 @@ class PackedTable:
 
     def peek(self, number: int) -> PackedBlock | None:
         """Return a row; None when it holds no block any more."""
-        digest, parent, checksum, born_s, used_at_s, mark, stamp, offset, extent, stored, of, *counts = (
-            _ROW.unpack_from(*self._at(number))
-        )
+        born_s, used_at_s, mark, stamp, offset, extent, of, *counts = _ROW.unpack_from(*self._at(number))
         kind = self._kinds.values[of]
         if kind is None:
             return None
+        stored, checksum, digest, parent = IDENTITY.unpack_from(*self._identity(number))
         before = b"" if kind.is_root else parent
         return PackedBlock(
             kind, digest, before, checksum, born_s, used_at_s, stamp, offset, extent, stored, tuple(counts), mark
@@ -295,14 +390,17 @@ class PackedTable:
 
     def lies_in(self, number: int, tier: Tier, extent: int) -> bool:
         """True when a row holds a block of this extent."""
-        chunk, start = self._at(number)
-        kind = self._kinds.values[_U32.unpack_from(chunk, start + _KIND_AT)[0]]
-        return kind is not None and kind.tier is tier and _U32.unpack_from(chunk, start + _EXTENT_AT)[0] == extent
+        rows, start = self._at(number)
+        _, found, of = _PLACE.unpack_from(rows, start + _PLACE_AT)
+        kind = self._kinds.values[of]
+        return found == extent and kind is not None and kind.tier is tier
 
     def parent(self, number: int) -> bytes:
         """Digest of the block before a row's, empty for a root."""
-        chunk, start = self._at(number)
-        return b"" if self.kind(number).is_root else bytes(chunk[start + KEY_BYTES : start + 2 * KEY_BYTES])
+        if self.kind(number).is_root:
+            return b""
+        identities, at = self._identity(number)
+        return bytes(identities[at + DIGEST_AT + KEY_BYTES : at + DIGEST_AT + 2 * KEY_BYTES])
 
     def kind(self, number: int) -> PackedKind:
         """Kind of a row."""
@@ -355,9 +453,24 @@ class PackedTable:
 
     def _column(self, name: str, numbers: NDArray[np.uint32]) -> NDArray[Any]:
         """One field of rows of one chunk, of which there is one at least."""
-        fields = np.frombuffer(self._chunks[int(numbers[0]) >> _CHUNK_BITS], FIELDS)
+        fields = self._chunks[int(numbers[0]) >> _CHUNK_BITS].fields
         column: NDArray[Any] = fields[name][numbers & (_CHUNK_ROWS - 1)]
         return column
+
+    def _identities(self, numbers: NDArray[np.uint32]) -> NDArray[np.void]:
+        """Identities of rows of one chunk, of which there is one at least."""
+        chunk, at = self._chunks[int(numbers[0]) >> _CHUNK_BITS], numbers & (_CHUNK_ROWS - 1)
+        if chunk.identities is not None:
+            own: NDArray[np.void] = np.frombuffer(chunk.identities, IDENTITIES)[at]
+            return own
+        rows, found = chunk.fields[at], np.zeros(len(numbers), IDENTITIES)
+        places = rows["extent"].astype(np.uint64) << np.uint64(32) | rows["kind"]
+        for place in np.unique(places).tolist():
+            chosen, kind = places == place, self._kinds.values[place & NUMBER_MAX]
+            assert kind is not None, "the rows hold blocks"
+            indices = (rows["offset"][chosen] // kind.slot_bytes).astype(np.intp)
+            found[chosen] = self._noted[kind.tier, place >> 32].notes.identities(indices)
+        return found
 
     def older(self, numbers: NDArray[np.uint32], used_by_s: float, born_by_s: float) -> NDArray[np.uint32]:
         """Those rows of one chunk that were used, or born, by then; birth counts as a use."""
@@ -374,13 +487,13 @@ class PackedTable:
         return self._joined("parent", numbers)
 
     def _joined(self, name: str, numbers: NDArray[np.uint32]) -> bytes:
-        return self._column(name, numbers).tobytes() if len(numbers) else b""
+        return self._identities(numbers)[name].tobytes() if len(numbers) else b""
 
     def _fields(self) -> Iterator[NDArray[np.void]]:
-        return (np.frombuffer(chunk, FIELDS) for chunk in self._chunks)
+        return (chunk.fields for chunk in self._chunks)
 
     def _at(self, number: int) -> tuple[bytearray, int]:
-        return self._chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * PACKED_BYTES
+        return self._chunks[number >> _CHUNK_BITS].rows, (number & (_CHUNK_ROWS - 1)) * PACKED_BYTES
 
 
 def _fill(table: array[int], hashes: NDArray[np.int64], held: Sequence[int]) -> int:
@@ -400,3 +513,5 @@ assert FIELDS.fields is not None
 assert FIELDS.fields["kind"][1] == _KIND_AT
 assert FIELDS.fields["extent"][1] == _EXTENT_AT
 assert FIELDS.fields["counts"][1] == _COUNTS_AT
+assert FIELDS.fields["offset"][1] == _PLACE_AT
+assert IDENTITIES.itemsize == _IDENTITY_BYTES, "both describe the same identity"

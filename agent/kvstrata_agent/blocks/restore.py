@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from kvstrata_agent.backends.base import IDENTITIES
 from kvstrata_agent.backends.recovered import alike
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.packed_blocks import COUNT_MAX, FIELDS, NUMBER_MAX
@@ -199,9 +200,10 @@ class Restoring:
         if not len(at):
             return
         records = columns.records.take(at)
-        rows = np.zeros(len(at), FIELDS)
-        for name in ("digest", "parent", "checksum", "stamp", "stored_bytes"):
-            rows[name] = records[name]
+        rows, identities = np.zeros(len(at), FIELDS), np.zeros(len(at), IDENTITIES)
+        for name in IDENTITIES.names or ():
+            identities[name] = records[name]
+        rows["stamp"] = records["stamp"]
         rows["offset"] = columns.indices[at] * columns.slot_bytes
         rows["extent"] = columns.extent
         rows["counts"][:, self._tier.level] = counts[at]
@@ -209,7 +211,7 @@ class Restoring:
         account = blocks.account_in(self._tier, columns.extent)
         kinds = [kind_of(self._copy(columns, int(at[first])), account) for first in firsts]
         rows["born_s"] = np.array([self._born_at_s(kind.epoch) for kind in kinds])[of]
-        blocks.put_all(kinds, of, rows)
+        blocks.put_all(kinds, of, rows, identities)
 
     def _put_entry(self, blocks: Blocks, columns: Columns, at: int, children: int) -> None:
         """Enter a block that is a possible victim, or that no row can describe."""

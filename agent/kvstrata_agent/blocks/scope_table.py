@@ -275,10 +275,12 @@ class Blocks:
         self.packings += 1
         self._packing.contents(row.kind.tier).note_packed((self._rows.put(row),), row.extent, self.scope, self._packing)
 
-    def put_all(self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void]) -> None:
+    def put_all(
+        self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void], identities: NDArray[np.void]
+    ) -> None:
         """Add rows of blocks of one extent that are not here; see `PackedTable.put_all`."""
         self.packed += len(rows)
-        numbers = self._rows.put_all(kinds, of, rows).tolist()
+        numbers = self._rows.put_all(kinds, of, rows, identities).tolist()
         self._packing.contents(kinds[0].tier).note_packed(numbers, int(rows["extent"][0]), self.scope, self._packing)
 
 

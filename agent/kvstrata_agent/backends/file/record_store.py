@@ -14,6 +14,8 @@ from kvstrata_agent.backends.base import (
     ColumnarBackend,
     Columns,
     GroupBackend,
+    Notes,
+    NotingBackend,
     OptionalCapabilities,
     Reading,
     Record,
@@ -107,6 +109,16 @@ class RecordStore(OptionalCapabilities):
     def group(self) -> GroupBackend:
         """Itself. See `OptionalCapabilities`."""
         return self
+
+    @property
+    def noting(self) -> NotingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    def notes(self, extent: int) -> Notes | None:
+        """What its index will list of a segment. See `NotingBackend`."""
+        segment = self._state.segments.get(extent)
+        return None if segment is None else segment.notes
 
     @property
     def columnar(self) -> ColumnarBackend:

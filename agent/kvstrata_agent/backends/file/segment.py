@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvstrata_agent.backends.base import IDENTITIES, IDENTITY
 from kvstrata_agent.backends.file.index_format import FIELDS, Kinds, SegmentName
 from kvstrata_agent.backends.recovered import alike
 from kvstrata_agent.backends.slot_table import FREE, Extent
-from kvstrata_api.blocks import KEY_BYTES, LayoutId
-from kvstrata_api.checksum import CHECKSUM_BYTES
+from kvstrata_api.blocks import LayoutId
 
 if TYPE_CHECKING:
     from array import array
@@ -70,17 +70,13 @@ class OffsetSet:
             self.discard(offset)
 
 
-_NOTE: Final = struct.Struct("<II16s20s20s")
-"""traits (0: nothing to list), stored bytes, checksum, digest, parent. The slot's table knows the stamp."""
-
-NOTE_BYTES: Final = _NOTE.size
-_NOTE_FIELDS: Final = np.dtype(
-    [
-        ("traits", "<u4"), ("stored_bytes", "<u4"), ("checksum", "u1", CHECKSUM_BYTES), ("digest", "u1", KEY_BYTES),
-        ("parent", "u1", KEY_BYTES),
-    ]
-)  # fmt: skip
-"""The same for NumPy."""
+_TRAITS: Final = struct.Struct("<I")
+"""Number of what the record has in common with others, before the identity; 0: nothing to list. The slot's table knows
+the stamp."""
+_IDENTITY_AT: Final = _TRAITS.size
+NOTE_BYTES: Final = _IDENTITY_AT + IDENTITY.size
+_NOTE_FIELDS: Final = np.dtype([("traits", "<u4"), *IDENTITIES.descr])
+_IDENTITY_NAMES: Final = [name for name, *_ in IDENTITIES.descr]
 
 _NOTHING: Final = bytes(NOTE_BYTES)
 
@@ -120,18 +116,42 @@ class Traits:
 
 
 class SlotNotes:
-    """Notes of the slots of one segment: records that are durable and not dropped."""
+    """Notes of the slots of one segment: records that are durable and not dropped (`Notes`)."""
 
     def __init__(self, slots: int) -> None:
-        self._notes = bytearray(slots * NOTE_BYTES)
+        self.buffer = bytearray(slots * NOTE_BYTES)
+
+    def position(self, index: int) -> int:
+        """Where the identity of what lies in a slot begins."""
+        return index * NOTE_BYTES + _IDENTITY_AT
+
+    def holds(self, index: int, identity: bytes) -> bool:
+        """True where it is noted that this lies in a slot."""
+        at = index * NOTE_BYTES
+        is_noted = at < len(self.buffer) and _TRAITS.unpack_from(self.buffer, at)[0] != 0
+        return is_noted and self.buffer.startswith(identity, at + _IDENTITY_AT)
+
+    def hold(self, indices: NDArray[np.intp], identities: NDArray[np.void]) -> bool:
+        """The same of identities in as many slots."""
+        notes = np.frombuffer(self.buffer, _NOTE_FIELDS)
+        if indices.max() >= len(notes) or not notes["traits"][indices].all():
+            return False
+        return self.identities(indices).tobytes() == identities.tobytes()
+
+    def identities(self, indices: NDArray[np.intp]) -> NDArray[np.void]:
+        """Identities of slots; a copy."""
+        notes = np.frombuffer(self.buffer, np.uint8).reshape(-1, NOTE_BYTES)
+        found: NDArray[np.void] = notes[indices, _IDENTITY_AT:].view(IDENTITIES)[:, 0]
+        return found
 
     def set(self, index: int, record: Record, traits: Traits) -> bool:
         """Note a record; False when there are no words for it, and nothing was noted."""
         number = traits.number(record)
         if number is None or record.stored_bytes > _STORED_BYTES_MAX:
             return False
-        fields = (number, record.stored_bytes, record.checksum, record.key.digest, record.parent)
-        _NOTE.pack_into(self._notes, index * NOTE_BYTES, *fields)
+        _TRAITS.pack_into(self.buffer, index * NOTE_BYTES, number)
+        identity = (record.stored_bytes, record.checksum, record.key.digest, record.parent)
+        IDENTITY.pack_into(self.buffer, self.position(index), *identity)
         return True
 
     def set_all(self, found: Columns, traits: Traits) -> bool:
@@ -143,21 +163,21 @@ class SlotNotes:
             return False
         notes = np.zeros(len(found), _NOTE_FIELDS)
         notes["traits"] = np.array(known, np.uint32)[of]
-        for name in ("stored_bytes", "checksum", "digest", "parent"):
+        for name in _IDENTITY_NAMES:
             notes[name] = found.records[name]
-        np.frombuffer(self._notes, _NOTE_FIELDS)[found.indices] = notes
+        np.frombuffer(self.buffer, _NOTE_FIELDS)[found.indices] = notes
         return True
 
     def clear(self, index: int) -> None:
         """Note that a slot holds nothing any more."""
-        self._notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES] = _NOTHING
+        self.buffer[index * NOTE_BYTES : (index + 1) * NOTE_BYTES] = _NOTHING
 
     def entries(self, stamps: Sequence[int], traits: Traits) -> memoryview:
         """What the index lists of each slot, whose present use has this stamp: one `ENTRY_BYTES` after the other."""
-        notes = np.frombuffer(self._notes, _NOTE_FIELDS)
+        notes = np.frombuffer(self.buffer, _NOTE_FIELDS)
         entries = traits.entries(notes["traits"])
         entries["stamp"] = np.where(notes["traits"] != 0, np.asarray(stamps, np.uint64), 0)
-        for name in ("stored_bytes", "checksum", "digest", "parent"):
+        for name in _IDENTITY_NAMES:
             entries[name] = notes[name]
         return memoryview(entries.view(np.uint8).data)
 

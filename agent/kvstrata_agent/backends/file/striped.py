@@ -19,6 +19,8 @@ from kvstrata_agent.backends.base import (
     Device,
     GroupBackend,
     MediumIntactError,
+    Notes,
+    NotingBackend,
     OptionalCapabilities,
     Reading,
     Record,
@@ -125,6 +127,16 @@ class StripedStore(OptionalCapabilities):
     def striped(self) -> StripedBackend:
         """Itself. See `OptionalCapabilities`."""
         return self
+
+    @property
+    def noting(self) -> NotingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    def notes(self, extent: int) -> Notes | None:
+        """What a device keeps of its extent. See `NotingBackend`."""
+        store = self._parts[extent & (1 << DEVICE_BITS) - 1].store
+        return None if store is None else store.notes(extent >> DEVICE_BITS)
 
     @property
     def sealing(self) -> SealingBackend:

@@ -4,12 +4,13 @@ import itertools
 import random
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 
-from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.base import IDENTITY, Record, SlotRef
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.index_format import (
     KINDS_MAX,
@@ -214,6 +215,36 @@ def test_an_old_index_that_comes_back_gives_misses_or_right_blocks() -> None:
             assert await get(again, slot, made) == content(int.from_bytes(made.key.digest, "big"), BLOCK_BYTES)
 
     run_virtually(scenario())
+
+
+def test_a_slot_is_noted_from_the_end_of_its_write_to_the_drop() -> None:
+    async def scenario() -> None:
+        store = await open_store(MemoryVolume(), CAPACITY_BYTES)
+        slot, made = await put(store, 1, ANNA)
+        other, beside = await put(store, 2, ANNA)
+        taken = store.reserve(ANNA, BLOCK_BYTES)
+        notes = store.notes(slot.extent)
+        assert notes is not None
+        index, at = slot.offset // slot.size_bytes, other.offset // other.size_bytes
+        assert notes.holds(index, identity_of(made))
+        assert notes.buffer.startswith(identity_of(made), notes.position(index))
+        assert notes.identities(np.array([at, index])).tobytes() == identity_of(beside) + identity_of(made)
+        assert not notes.holds(index, identity_of(beside))
+        assert not notes.holds(taken.offset // taken.size_bytes, bytes(IDENTITY.size))
+        assert not notes.holds(1 << 40, identity_of(made))
+
+        store.drop(slot)
+
+        assert not notes.holds(index, identity_of(made))
+        assert notes.holds(at, identity_of(beside))
+        assert store.notes(1 << 20) is None
+        await store.close()
+
+    run_virtually(scenario())
+
+
+def identity_of(record: Record) -> bytes:
+    return IDENTITY.pack(record.stored_bytes, record.checksum, record.key.digest, record.parent)
 
 
 @pytest.mark.parametrize("size_bytes", [1, BLOCK_BYTES, 200_000])

@@ -13,21 +13,32 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 
-from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.base import IDENTITIES, Record
+from kvstrata_agent.backends.file.index_format import Kinds
+from kvstrata_agent.backends.file.segment import SlotNotes, Traits
 from kvstrata_agent.blocks import packed_blocks as rows_of_blocks
 from kvstrata_agent.blocks import scope_table as ancestry
 from kvstrata_agent.blocks.block import TIERS_MAX, Residence
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.packed_blocks import COUNT_MAX, FIELDS, PACKED_BYTES, PackedBlock, PackedKind, PackedTable
+from kvstrata_agent.blocks.packed_blocks import (
+    COUNT_MAX,
+    FIELDS,
+    PACKED_BYTES,
+    PackedBlock,
+    PackedKind,
+    PackedTable,
+)
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_api.blocks import BlockKey, ScopeId
-from support.agent.doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node
+from support.agent.doubles import LAYOUT_ID, SCOPE, DictBackend, dict_tier, digest, make_node
 from support.agent.index_tree import wrong_books
 
 pytestmark = pytest.mark.unit
 
 TIERS = [dict_tier(name, 1 << 20, level, level) for level, name in enumerate("ab")]
+SLOT, SLOTS = 4096, 8
+"""Bytes of a slot, and slots of an extent, of a medium that notes."""
 SCOPES = [ScopeId("tenant/a/uid/v1"), ScopeId("tenant/b/uid/v1")]
 
 numbers = st.integers(0, (1 << 64) - 1)
@@ -52,12 +63,36 @@ def normal(row: PackedBlock) -> PackedBlock:
     return row._replace(parent=b"") if row.kind.is_root else row
 
 
-def fields_of(rows: Sequence[PackedBlock]) -> NDArray[np.void]:
-    fields = np.zeros(len(rows), FIELDS)
+def fields_of(rows: Sequence[PackedBlock]) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    fields, identities = np.zeros(len(rows), FIELDS), np.zeros(len(rows), IDENTITIES)
     for at, row in enumerate(rows):
-        _, digest, parent, checksum, born_s, used_at_s, *rest, counts, mark = row
-        fields[at] = (*map(list, (digest, parent, checksum)), born_s, used_at_s, mark, *rest, 0, counts)
-    return fields
+        fields[at] = (row.born_s, row.used_at_s, row.mark, row.stamp, row.offset, row.extent, 0, row.counts)
+        identities[at] = (row.stored_bytes, *map(list, (row.checksum, row.digest, row.parent.ljust(20, b"\0"))))
+    return fields, identities
+
+
+class NotingBackend(DictBackend):
+    """Notes what lies in its slots, as a record store does."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.segments: dict[int, SlotNotes] = {}
+        self._traits = Traits(Kinds())
+
+    @property
+    def noting(self) -> "NotingBackend":
+        return self
+
+    def notes(self, extent: int) -> SlotNotes | None:
+        return self.segments.get(extent)
+
+    def note(self, row: PackedBlock) -> None:
+        key = BlockKey(row.kind.scope, row.digest)
+        record = Record(key, normal(row).parent, LAYOUT_ID, "raw", 4096, row.stored_bytes, row.checksum, 1)
+        assert self.segments.setdefault(row.extent, SlotNotes(SLOTS)).set(row.offset // SLOT, record, self._traits)
+
+    def forget(self, row: PackedBlock) -> None:
+        self.segments[row.extent].clear(row.offset // SLOT)
 
 
 @dataclass
@@ -72,6 +107,26 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.model = PackedTable(), Model()
+        self.noting = NotingBackend()
+        self.tier = dict_tier("c", 1 << 20, 2, 2)
+        self.tier.backend = self.noting
+        self.slots = count()
+        self.noted: set[tuple[ScopeId, bytes]] = set()
+
+    def placed(self, row: PackedBlock, *, is_noted: bool) -> PackedBlock:
+        """The same in a slot of its own of the medium that notes, which has noted it or has not."""
+        extent, index = divmod(next(self.slots), SLOTS)
+        kind = row.kind._replace(tier=self.tier, slot_bytes=SLOT)
+        placed = row._replace(kind=kind, extent=extent, offset=index * SLOT)
+        if is_noted:
+            self.noting.note(placed)
+            self.noted.add((kind.scope, row.digest))
+        return placed
+
+    @rule(row=rows, is_noted=st.booleans())
+    def put_where_it_is_noted(self, row: PackedBlock, *, is_noted: bool) -> None:
+        if (row.kind.scope, row.digest) not in self.model.by_key:
+            self.put(self.placed(row, is_noted=is_noted))
 
     @rule(row=rows)
     def put(self, row: PackedBlock) -> None:
@@ -83,7 +138,18 @@ class TableMachine(RuleBasedStateMachine):
     @rule(drawn=st.lists(rows, min_size=1, max_size=20, unique_by=lambda row: row.digest))
     def put_all(self, drawn: list[PackedBlock]) -> None:
         new = [row for row in drawn if (row.kind.scope, row.digest) not in self.model.by_key]
-        numbers = self.table.put_all([row.kind for row in new], np.arange(len(new)), fields_of(new)).tolist()
+        if new:
+            self.enter_all(new)
+
+    @rule(drawn=st.lists(rows, min_size=1, max_size=20, unique_by=lambda row: row.digest), all_noted=st.booleans())
+    def put_all_where_they_are_noted(self, drawn: list[PackedBlock], *, all_noted: bool) -> None:
+        new = [row for row in drawn if (row.kind.scope, row.digest) not in self.model.by_key]
+        placed = [self.placed(row, is_noted=all_noted or at % 2 == 0) for at, row in enumerate(new)]
+        for extent in {row.extent for row in placed}:
+            self.enter_all([row for row in placed if row.extent == extent])
+
+    def enter_all(self, new: list[PackedBlock]) -> None:
+        numbers = self.table.put_all([row.kind for row in new], np.arange(len(new)), *fields_of(new)).tolist()
         for row, number in zip(new, numbers, strict=True):
             self.model.at[row.kind.scope, row.digest] = number
             self.model.by_key[row.kind.scope, row.digest] = normal(row)
@@ -92,7 +158,11 @@ class TableMachine(RuleBasedStateMachine):
     def take(self, drawn: st.DataObject) -> None:
         if self.model.by_key:
             key = drawn.draw(st.sampled_from(sorted(self.model.by_key)))
-            assert self.table.take(self.model.at.pop(key)) == self.model.by_key.pop(key)
+            row = self.model.by_key.pop(key)
+            assert self.table.take(self.model.at.pop(key)) == row
+            if key in self.noted:
+                self.noted.remove(key)
+                self.noting.forget(row)  # What comes down from there is read no more.
 
     @rule(more=st.integers(0, 5000))
     def expect(self, more: int) -> None:
@@ -120,6 +190,9 @@ class TableMachine(RuleBasedStateMachine):
             found = b"".join(map(self.table.digests, self.table.where(partial(is_of, scope))))
             listed = sorted(found[i : i + 20] for i in range(0, len(found), 20))
             assert listed == sorted(d for s, d in self.model.by_key if s == scope)
+        relied = sum(noted.rows for noted in self.table._noted.values())
+        assert relied <= len(self.noted)
+        assert all(noted.rows for noted in self.table._noted.values())
 
 
 TestTable = pytest.mark.slow(TableMachine.TestCase)
@@ -134,7 +207,7 @@ def test_a_table_grows_over_many_chunks_and_finds_all() -> None:
     for i in range(0, 20_000, 3):
         table.take(at[i])
     assert [table.find(SCOPES[0], digest(i)) for i in range(20_000)] == [a if i % 3 else None for i, a in enumerate(at)]
-    assert PACKED_BYTES == 124
+    assert PACKED_BYTES == 56
 
 
 def test_rows_that_come_together_are_found_where_others_have_left() -> None:
@@ -148,7 +221,7 @@ def test_rows_that_come_together_are_found_where_others_have_left() -> None:
         if first % 8000:
             at.update(zip(new, map(table.put, made), strict=True))
         else:
-            numbers = table.put_all([kind], np.zeros(len(made), np.intp), fields_of(made))
+            numbers = table.put_all([kind], np.zeros(len(made), np.intp), *fields_of(made))
             at.update(zip(new, numbers.tolist(), strict=True))
         for i in range(0, first + 4000, 3):
             if i in at:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import Columns, Record, SlotRef
+from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.backends.memory.ledger import RECORD, pack_record
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.index import Index
@@ -21,6 +23,8 @@ from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_api.blocks import BlockKey
 from support.agent.doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node
 from support.agent.index_tree import wrong_books
+from support.backends.contract import CAPACITY_BYTES, put
+from support.runner.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.unit
 
@@ -94,6 +98,46 @@ def test_a_block_that_became_a_row_meanwhile_is_not_entered_twice() -> None:
         entry = node.index.find(SCOPE, digest(number))
         assert entry is not None
         assert [r.tier for r in entry.residences] == [late, tier]
+
+
+def test_rows_of_a_record_store_have_its_notes_for_their_identity() -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        store = await open_store(volume, CAPACITY_BYTES)
+        made = [await put(store, number, SCOPE) for number in range(40)]
+        await store.close()
+        tier, again = dict_tier("a", 1 << 20, 0, 1), await open_store(volume.kill(), CAPACITY_BYTES)
+        tier.backend = again
+        node = make_node([tier])
+        node.index = Index(in_use_max=0)
+        restoring = Restoring(node.index, tier, deque([found async for found in again.recover_columns()]), float)
+        restoring.plan()
+        restoring.prepare()
+        while not restoring.is_done:
+            node.restore_extent(restoring)
+        rows = node.index.packed
+        assert len(rows) == len(made) - 1, "all but the end of the chain"
+        assert all(chunk.identities is None for chunk in rows._chunks)
+        assert sorted(node.index.blocks(SCOPE).digests()) == [record.key.digest for _, record in made]
+        for _ in range(2):
+            for slot, record in made:
+                entry = node.index.find(SCOPE, record.key.digest)
+                assert entry is not None
+                assert entry.residences[0][1:] == (slot, record)
+                del entry
+            node.index.pack(math.inf)
+
+        for _, record in reversed(made):
+            entry = node.index.find(SCOPE, record.key.digest)
+            assert entry is not None
+            node.drop_copy(entry, tier)
+            del entry
+            node.index.pack(math.inf)
+            assert not list(wrong_books(node))
+        assert len(rows) == len(rows._noted) == again.used_bytes == 0
+        await again.close()
+
+    run_virtually(scenario())
 
 
 def reaches_an_end(index: Index, entry: Entry) -> bool:
