@@ -231,6 +231,27 @@ def test_rows_that_come_together_are_found_where_others_have_left() -> None:
     assert [table.find(SCOPES[0], digest(i)) for i in range(20_000)] == [at.get(i) for i in range(20_000)]
 
 
+def test_a_row_relies_on_its_medium_for_nothing_but_what_that_has_noted() -> None:
+    tier, noting = dict_tier("c", 1 << 20, 2, 2), NotingBackend()
+    tier.backend = noting
+    kind = PackedKind(SCOPES[0], LAYOUT_ID, "a", tier, "raw", 1, 4096, SLOT, is_root=False)
+    row = PackedBlock(kind, b"", digest(99), bytes(16), 0.0, 0.0, 1, 0, 0, 4096, (0,) * TIERS_MAX)
+    made = [row._replace(digest=digest(i), offset=i * SLOT) for i in range(3)]
+    for one in (made[0], made[1]._replace(digest=digest(7))):
+        noting.note(one)
+    table = PackedTable()
+    at = [table.put(one) for one in made]
+
+    assert [table.read(number) for number in at] == made
+    assert [noted.rows for noted in table._noted.values()] == [1], "another block, and none, lie in the other slots"
+    noting.note(made[1])
+    noting.note(made[2])
+    taken = [table.take(number) for number in at]
+    again = [table.put(one) for one in made]
+    assert taken == made == [table.take(number) for number in again]
+    assert not table._noted
+
+
 def test_what_is_no_key_has_no_row() -> None:
     table = PackedTable()
     kind = PackedKind(SCOPES[0], LAYOUT_ID, "a", TIERS[0], "raw", 1, 4096, 4096, is_root=True)
