@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 ON_DEVICE := $(addprefix tests/system/test_,client_transformers.py client_transformers_cache.py handover_transformers.py) \
   tests/unit/client/test_vllm.py tests/unit/agent/cache/test_five_tiers.py tests/contract/test_device_lending.py
 SEEDS ?= 200
-# `make check` answers within 75 s: laws on few examples (tests/conftest.py), and no test that takes a second by itself.
+# For `make check` to answer soon: laws on few examples (tests/conftest.py), and no test that takes a second by itself.
 EXAMPLES ?= quick
 UNIT ?= unit and not slow
 # Tests and demos start hundreds of processes. Where Python is told to keep no bytecode, as in many containers, each of them

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata_agent.backends.base import IDENTITY, Reading, Record, SlotRef, Writing
+from kvstrata_agent.backends.base import Reading, Record, SlotRef, Writing, identity_of
 from kvstrata_agent.backends.file.devices import PAUSE_S
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
@@ -131,7 +131,7 @@ async def test_each_device_notes_what_lies_in_its_slots(tier: StripedStore) -> N
     for slot, made in [await put(tier, n) for n in range(9)]:
         notes, index = tier.notes(slot.extent), slot.offset // slot.size_bytes
         assert notes is not None
-        assert notes.holds(index, IDENTITY.pack(made.stored_bytes, made.checksum, made.key.digest, made.parent))
+        assert notes.holds(index, identity_of(made))
 
 
 async def test_a_group_goes_to_all_devices_and_one_that_fails_costs_its_own(rack: Rack, tier: StripedStore) -> None:

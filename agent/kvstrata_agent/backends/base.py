@@ -139,8 +139,14 @@ IDENTITIES: Final = np.dtype(
     ]
 )  # fmt: skip
 """The same for NumPy."""
+IDENTITY_NAMES: Final = ("stored_bytes", "checksum", "digest", "parent")
 DIGEST_AT: Final = 4 + CHECKSUM_BYTES
 """Where the digest begins in it."""
+
+
+def identity_of(record: Record) -> bytes:
+    """`IDENTITY` of a block."""
+    return IDENTITY.pack(record.stored_bytes, record.checksum, record.key.digest, record.parent)
 
 
 class OptionalCapabilities(Protocol):
@@ -494,7 +500,7 @@ class Notes(Protocol):
     def holds(self, index: int, identity: bytes) -> bool:
         """True where it is noted that this lies in a slot."""
 
-    def hold(self, indices: NDArray[np.intp], identities: NDArray[np.void]) -> bool:
+    def holds_all(self, indices: NDArray[np.intp], identities: NDArray[np.void]) -> bool:
         """The same of `IDENTITIES` in as many slots."""
 
     def identities(self, indices: NDArray[np.intp]) -> NDArray[np.void]:

@@ -197,14 +197,10 @@ class PackedTable:
         table = self._tables[hashed & (_SHARDS - 1)]
         mask = len(table) - 1
         place = (hashed >> 8) & mask
-        chunks = self._chunks
         while (held := table[place]) != _EMPTY:
             if held != _DELETED:
                 number = held - _FIRST
-                identities = chunks[number >> _CHUNK_BITS].identities
-                at = (number & (_CHUNK_ROWS - 1)) * _IDENTITY_BYTES
-                if identities is None:
-                    identities, at = self._noted_at(number)
+                identities, at = self._identity(number)
                 if identities.startswith(digest, at + DIGEST_AT) and self.kind(number).scope == scope:
                     return table, place
             place = (place + 1) & mask
@@ -213,12 +209,8 @@ class PackedTable:
     def _identity(self, number: int) -> tuple[bytearray, int]:
         """Where the identity of a row's block lies."""
         identities = self._chunks[number >> _CHUNK_BITS].identities
-        if identities is None:
-            return self._noted_at(number)
-        return identities, (number & (_CHUNK_ROWS - 1)) * _IDENTITY_BYTES
-
-    def _noted_at(self, number: int) -> tuple[bytearray, int]:
-        """The same of a row without one of its own."""
+        if identities is not None:
+            return identities, (number & (_CHUNK_ROWS - 1)) * _IDENTITY_BYTES
         rows, start = self._at(number)
         offset, extent, of = _PLACE.unpack_from(rows, start + _PLACE_AT)
         kind = self._kinds.values[of]
@@ -226,35 +218,33 @@ class PackedTable:
         notes = self._noted[kind.tier, extent].notes
         return notes.buffer, notes.position(offset // kind.slot_bytes)
 
-    def _notes_of(self, tier: Tier, extent: int) -> Notes | None:
-        """Notes of a medium that keeps them."""
+    def _noted_in(self, tier: Tier, extent: int) -> _Noted | None:
+        """An extent that rows rely on, or could; None where its medium notes nothing."""
         known = self._noted.get((tier, extent))
-        if known is not None:
-            return known.notes
-        return tier.backend.noting.notes(extent) if tier.backend.noting is not None else None
-
-    def _rely_on(self, tier: Tier, extent: int, notes: Notes, rows: int) -> None:
-        known = self._noted.get((tier, extent))
-        if known is None:
-            known = self._noted[tier, extent] = _Noted(notes)
-        known.rows += rows
+        if known is not None or tier.backend.noting is None:
+            return known
+        notes = tier.backend.noting.notes(extent)
+        return None if notes is None else _Noted(notes)
 
     def put(self, row: PackedBlock) -> int:
         """Add a row whose block has none; returns its number. It must fit."""
         kind = row.kind
         identity = IDENTITY.pack(row.stored_bytes, row.checksum, row.digest, row.parent)
-        notes = self._notes_of(kind.tier, row.extent)
-        is_noted = notes is not None and notes.holds(row.offset // kind.slot_bytes, identity)
-        if not self._unused[is_noted]:
-            self._add_chunk(is_noted=is_noted)
-        number = self._unused[is_noted].pop()
+        noted = self._noted_in(kind.tier, row.extent)
+        if noted is not None and not noted.notes.holds(row.offset // kind.slot_bytes, identity):
+            noted = None
+        unused = self._unused[noted is not None]
+        if not unused:
+            self._add_chunk(is_noted=noted is not None)
+        number = unused.pop()
         rows, start = self._at(number)
         of = self._kinds.take(kind)
         _ROW.pack_into(
             rows, start, row.born_s, row.used_at_s, row.mark, row.stamp, row.offset, row.extent, of, *row.counts
         )
-        if notes is not None and is_noted:
-            self._rely_on(kind.tier, row.extent, notes, 1)
+        if noted is not None:
+            self._noted[kind.tier, row.extent] = noted
+            noted.rows += 1
         else:
             identities, at = self._identity(number)
             identities[at : at + _IDENTITY_BYTES] = identity
@@ -272,13 +262,14 @@ class PackedTable:
         uses = np.bincount(of, minlength=len(kinds)).tolist()
         rows["kind"] = np.array([self._kinds.take(kind, count) for kind, count in zip(kinds, uses, strict=True)])[of]
         tier, extent = kinds[0].tier, int(rows["extent"][0])
-        notes = self._notes_of(tier, extent)
-        slot_bytes = np.array([kind.slot_bytes for kind in kinds], np.uint64)[of]
-        indices = (rows["offset"] // slot_bytes).astype(np.intp)
-        is_noted = notes is not None and notes.hold(indices, identities)
-        numbers = self._free_numbers(len(rows), is_noted=is_noted)
-        if notes is not None and is_noted:
-            self._rely_on(tier, extent, notes, len(rows))
+        noted = self._noted_in(tier, extent)
+        if noted is not None:  # Slots of one size, in an extent of such a medium.
+            indices = (rows["offset"] // kinds[0].slot_bytes).astype(np.intp)
+            noted = noted if noted.notes.holds_all(indices, identities) else None
+        numbers = self._free_numbers(len(rows), is_noted=noted is not None)
+        if noted is not None:
+            self._noted[tier, extent] = noted
+            noted.rows += len(rows)
         chunks = numbers >> _CHUNK_BITS
         for at in np.unique(chunks).tolist():
             chosen, chunk = chunks == at, self._chunks[at]

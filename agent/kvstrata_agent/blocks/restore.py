@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvstrata_agent.backends.base import IDENTITIES
+from kvstrata_agent.backends.base import IDENTITIES, IDENTITY_NAMES
 from kvstrata_agent.backends.recovered import alike
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.packed_blocks import COUNT_MAX, FIELDS, NUMBER_MAX
@@ -201,7 +201,7 @@ class Restoring:
             return
         records = columns.records.take(at)
         rows, identities = np.zeros(len(at), FIELDS), np.zeros(len(at), IDENTITIES)
-        for name in IDENTITIES.names or ():
+        for name in IDENTITY_NAMES:
             identities[name] = records[name]
         rows["stamp"] = records["stamp"]
         rows["offset"] = columns.indices[at] * columns.slot_bytes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstrata_agent.backends.base import IDENTITIES, IDENTITY
+from kvstrata_agent.backends.base import IDENTITIES, IDENTITY, IDENTITY_NAMES, identity_of
 from kvstrata_agent.backends.file.index_format import FIELDS, Kinds, SegmentName
 from kvstrata_agent.backends.recovered import alike
 from kvstrata_agent.backends.slot_table import FREE, Extent
@@ -76,7 +76,6 @@ the stamp."""
 _IDENTITY_AT: Final = _TRAITS.size
 NOTE_BYTES: Final = _IDENTITY_AT + IDENTITY.size
 _NOTE_FIELDS: Final = np.dtype([("traits", "<u4"), *IDENTITIES.descr])
-_IDENTITY_NAMES: Final = [name for name, *_ in IDENTITIES.descr]
 
 _NOTHING: Final = bytes(NOTE_BYTES)
 
@@ -131,7 +130,7 @@ class SlotNotes:
         is_noted = at < len(self.buffer) and _TRAITS.unpack_from(self.buffer, at)[0] != 0
         return is_noted and self.buffer.startswith(identity, at + _IDENTITY_AT)
 
-    def hold(self, indices: NDArray[np.intp], identities: NDArray[np.void]) -> bool:
+    def holds_all(self, indices: NDArray[np.intp], identities: NDArray[np.void]) -> bool:
         """The same of identities in as many slots."""
         notes = np.frombuffer(self.buffer, _NOTE_FIELDS)
         if indices.max() >= len(notes) or not notes["traits"][indices].all():
@@ -149,9 +148,7 @@ class SlotNotes:
         number = traits.number(record)
         if number is None or record.stored_bytes > _STORED_BYTES_MAX:
             return False
-        _TRAITS.pack_into(self.buffer, index * NOTE_BYTES, number)
-        identity = (record.stored_bytes, record.checksum, record.key.digest, record.parent)
-        IDENTITY.pack_into(self.buffer, self.position(index), *identity)
+        self.buffer[index * NOTE_BYTES : (index + 1) * NOTE_BYTES] = _TRAITS.pack(number) + identity_of(record)
         return True
 
     def set_all(self, found: Columns, traits: Traits) -> bool:
@@ -163,7 +160,7 @@ class SlotNotes:
             return False
         notes = np.zeros(len(found), _NOTE_FIELDS)
         notes["traits"] = np.array(known, np.uint32)[of]
-        for name in _IDENTITY_NAMES:
+        for name in IDENTITY_NAMES:
             notes[name] = found.records[name]
         np.frombuffer(self.buffer, _NOTE_FIELDS)[found.indices] = notes
         return True
@@ -177,7 +174,7 @@ class SlotNotes:
         notes = np.frombuffer(self.buffer, _NOTE_FIELDS)
         entries = traits.entries(notes["traits"])
         entries["stamp"] = np.where(notes["traits"] != 0, np.asarray(stamps, np.uint64), 0)
-        for name in _IDENTITY_NAMES:
+        for name in IDENTITY_NAMES:
             entries[name] = notes[name]
         return memoryview(entries.view(np.uint8).data)
 

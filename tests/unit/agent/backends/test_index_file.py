@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 
-from kvstrata_agent.backends.base import IDENTITY, Record, SlotRef
+from kvstrata_agent.backends.base import IDENTITY, Record, SlotRef, identity_of
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.index_format import (
     KINDS_MAX,
@@ -241,10 +241,6 @@ def test_a_slot_is_noted_from_the_end_of_its_write_to_the_drop() -> None:
         await store.close()
 
     run_virtually(scenario())
-
-
-def identity_of(record: Record) -> bytes:
-    return IDENTITY.pack(record.stored_bytes, record.checksum, record.key.digest, record.parent)
 
 
 @pytest.mark.parametrize("size_bytes", [1, BLOCK_BYTES, 200_000])

@@ -35,15 +35,15 @@ async def stored_below(rng: random.Random, steps: tuple[int, ...] = QUICK) -> En
 
 
 @pytest.mark.parametrize("seed", range(settings().max_examples // 6))
-async def test_every_helping_of_a_long_chain_brings_at_least_a_block(seed: int) -> None:
+async def test_every_batch_of_a_long_chain_brings_at_least_a_block(seed: int) -> None:
     """Blocks behind the first one may take all room before it; then they must not keep it out."""
     engine = await stored_below(random.Random(seed))
     done = 0
     while done < BLOCKS:
-        helping = await engine.acquire(*range(done + 1, BLOCKS + 1), session="s")
-        assert helping.blocks, f"nothing came after {done} of {BLOCKS} blocks"
-        await engine.release(helping)
-        done += len(helping.blocks)
+        acquired = await engine.acquire(*range(done + 1, BLOCKS + 1), session="s")
+        assert acquired.blocks, f"nothing came after {done} of {BLOCKS} blocks"
+        await engine.release(acquired)
+        done += len(acquired.blocks)
     await close(engine)
 
 
@@ -54,7 +54,7 @@ async def test_a_block_waits_for_those_on_their_way_that_hold_the_room_before_th
     end = await engine.acquire(*range(SLOTS // 2 + 1, BLOCKS + 1), session="s", deadline_s=0.0)
     await engine.release(end)
 
-    helping = await engine.acquire(*range(1, SLOTS // 2 + 1), session="s")
+    acquired = await engine.acquire(*range(1, SLOTS // 2 + 1), session="s")
 
-    assert helping.blocks
+    assert acquired.blocks
     await close(engine)

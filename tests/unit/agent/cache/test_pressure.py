@@ -83,12 +83,12 @@ class Pressed:
             if ahead and rng.random() < 0.3:
                 left = await engine.acquire(*ahead, session="s", deadline_s=0.0)
                 await engine.release(left)
-            helping = await engine.acquire(
+            acquired = await engine.acquire(
                 *range(done + 1, min(done + BATCH, self._blocks) + 1), session="s", deadline_s=5.0
             )
-            done += len(helping.blocks)
+            done += len(acquired.blocks)
             is_last = done == self._blocks or (self._blocks == SLOTS and rng.random() < 0.5)
-            self._later(partial(engine.release, helping), rng.random() * HELD_S if is_last else 0.0)
+            self._later(partial(engine.release, acquired), rng.random() * HELD_S if is_last else 0.0)
             await asyncio.sleep(0.0 if is_last else 0.001)
         await engine.ask(wire.TouchSession(7, "s", "decoding", 100))
         self._later(partial(engine.ask, wire.TouchSession(8, "s", "idle")), rng.choice([0.0, rng.random() * HELD_S]))

@@ -134,10 +134,10 @@ def test_a_block_is_of_the_class_of_the_session_that_used_it_last() -> None:
         await engine.ask(wire.Touch(9, SCOPE, digest(1) + digest(2), "urgent 1"))
         await engine.release(await engine.acquire(1, 2))
         assert entry.priority is PriorityClass.URGENT, "a use without a session leaves it as it is"
-        told = json.loads((await engine.ask(wire.Explain(9, SCOPE, digest(2)))).json)["expected_reuse"]
-        assert (told["priority_class"], told["factor"]) == ("urgent", 4.0)
-        told = json.loads((await engine.ask(wire.Explain(9, session="no class"))).json)
-        assert (told["priority"], told["priority_class"]) == ("no class", "standard")
+        explained = json.loads((await engine.ask(wire.Explain(9, SCOPE, digest(2)))).json)["expected_reuse"]
+        assert (explained["priority_class"], explained["factor"]) == ("urgent", 4.0)
+        explained = json.loads((await engine.ask(wire.Explain(9, session="no class"))).json)
+        assert (explained["priority"], explained["priority_class"]) == ("no class", "standard")
         node.index._in_use_max = 0
         await engine.store(3)
         assert node.index.pack(engine.clock.now_s + 1.0) > 0
