@@ -38,7 +38,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
         """See PyYAML. Keys become texts first, as they do for kubectl, which has JSON made of them."""
-        node.value = [(self._text_key(key), value) for key, value in node.value]
+        if isinstance(node, yaml.MappingNode):  # PyYAML refuses others, which `!!set` makes of any node.
+            node.value = [(self._text_key(key), value) for key, value in node.value]
         made: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
         return made
 

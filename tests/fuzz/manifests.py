@@ -21,12 +21,17 @@ _YAML: Final = (
 _JSON: Final = (*TEXT_BYTES, b'"a":', b"{}", b"[]", b"true", b'"1Gi"', b'"9Ei"', b'"spec":', b'"1"', b"9" * 4400)
 
 
-def _texts() -> list[bytes]:
+def _examples() -> list[bytes]:
     return [path.read_bytes() for path in sorted(_EXAMPLES.glob("*.yaml"))]
 
 
+def _texts() -> list[bytes]:
+    """Short ones as well, of which a session tries a hundred times as many."""
+    return [*_examples(), b"kind: KVPool\nmetadata: {name: a, labels: {b: 1}}\n---\nitems:\n- 'c'\n- &d [e]\n- *d\n"]
+
+
 def _objects() -> list[bytes]:
-    return [msgspec.json.encode(obj) for text in _texts() for obj in yaml.safe_load_all(text) if obj]
+    return [msgspec.json.encode(obj) for text in _examples() for obj in yaml.safe_load_all(text) if obj]
 
 
 def _is_good(obj: Mapping[str, Any]) -> bool:

@@ -94,6 +94,9 @@ class Entry(msgspec.Struct, eq=False):
 
 
 def account_of(scope: ScopeId) -> str:
-    """Account of a scope's blocks whose writer is not known: the tenant, or `<kind>/<name>` of a shared scope."""
-    kind, name, *_ = scope.split("/")
+    """Account of a scope's blocks whose writer is not known: the tenant, or `<kind>/<name>` of a shared scope.
+
+    What a medium calls a scope may be none: that has an account as well.
+    """
+    kind, name, *_ = *scope.split("/"), ""
     return name if kind == "tenant" else f"{kind}/{name}"

@@ -464,12 +464,8 @@ def _burst(file: _File) -> Lengths:
 
 
 def _csv_lengths(file: _File, at: str, asked: str, answered: str) -> Lengths:
-    try:
-        rows = csv.DictReader(io.StringIO(file.data.decode("utf-8-sig")))
-    except UnicodeDecodeError as e:
-        raise TraceError(f"{file.name}: no CSV: {e}") from e
     totals, times = [0, 0], []
-    for number, row in enumerate(rows, 2):
+    for number, row in enumerate(_csv_rows(file), 2):
         fields = {(k or "").strip().lower(): v for k, v in row.items()}
         for i, name in enumerate((asked, answered)):
             try:
@@ -480,6 +476,17 @@ def _csv_lengths(file: _File, at: str, asked: str, answered: str) -> Lengths:
                 ) from e
         times.append(_second(file.name, number, at, fields.get(at)))
     return Lengths(file.name, len(times), totals[0], totals[1], max(times, default=0.0) - min(times, default=0.0))
+
+
+def _csv_rows(file: _File) -> Iterator[dict[str | Any, str | Any]]:
+    try:
+        rows = csv.DictReader(io.StringIO(file.data.decode("utf-8-sig"), newline=""))
+    except UnicodeDecodeError as e:
+        raise TraceError(f"{file.name}: no CSV: {e}") from e
+    try:
+        yield from rows
+    except csv.Error as e:
+        raise TraceError(f"{file.name}: line {rows.reader.line_num}: no CSV: {e}") from e
 
 
 def _second(file: str, line: int, field: str, value: str | None) -> float:

@@ -143,7 +143,7 @@ class ModelFolder:
         """What is known of files on their way; nothing where that cannot be read."""
         try:
             return msgspec.json.decode(self._draft_path(model, revision).read_bytes(), type=Known)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return Known()
 
     def note(self, model: str, revision: str, document: bytes) -> None:

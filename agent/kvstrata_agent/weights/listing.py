@@ -96,7 +96,7 @@ def decode(document: bytes) -> Listing:
         raise InvalidInputError(f"listing of {len(document)} B, limit {LISTING_BYTES_MAX} B")
     try:
         listing = _decoder.decode(document)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise InvalidInputError(f"listing: {e}") from e
     if listing.format != _FORMAT:
         raise InvalidInputError(f"listing: format {listing.format}, this version reads {_FORMAT}")

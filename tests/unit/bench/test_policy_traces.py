@@ -31,6 +31,7 @@ BAILIAN = _lines(
     {"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "turn": 1, "type": "text", "hash_ids": [5, 6]},
     {"chat_id": 9, "parent_chat_id": 7, "timestamp": 9.0, "turn": 2, "type": "text", "hash_ids": [5, 6, 8]},
 )
+CSV = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
 SESSION = {
     "id": "trace_1", "block_size": 64, "tool_tokens": 64, "system_tokens": 64,
     "requests": [
@@ -187,7 +188,8 @@ def test_what_is_no_trace_is_named_and_left_out(tmp_path: Path) -> None:
         pytest.param(_lines(SESSION | {"block_size": 0}), ("line 1", "block_size", "0"), id="block size"),
         pytest.param(_lines(SESSION | {"requests": 4}), ("line 1", "requests", "4"), id="requests"),
         pytest.param(b'[{"steps": [{"x": "a"}]}]', ("problem 0", "step 0", "new_ys"), id="thoughts"),
-        pytest.param(b"TIMESTAMP,ContextTokens,GeneratedTokens\n1,x,2\n", ("line 2", "contexttokens", "'x'"), id="csv"),
+        pytest.param(CSV + b"1,x,2\n", ("line 2", "contexttokens", "'x'"), id="csv"),
+        pytest.param(CSV + b"1,2,3\r" + b"9" * 140_000, ("line 3", "no CSV", "131072"), id="csv field"),
         pytest.param(_lcs(9, 24), ("lcs version", "9"), id="lcs version"),
         pytest.param(_lcs(2, 28)[:-1], ("lcs records", "28", "83"), id="lcs cut off"),
         pytest.param(_lcs(2, 28, records=2), ("lcs records", "3 of 28", "56"), id="lcs without its last record"),

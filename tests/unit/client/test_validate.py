@@ -227,6 +227,8 @@ def test_keys_with_dots_have_their_own_lines() -> None:
     ("text", "said"),
     [
         ("a: 1\nb: !!int x\n", "2: 'x' is no int"),
+        ("a: 1\nb: !!set x\n", "2: expected a mapping node, but found scalar"),
+        ("a: 1\nb: !!map [x]\n", "2: expected a mapping node, but found sequence"),
         ("a: !!float x", "1: 'x' is no float"),
         ("a: !!bool x", "1: 'x' is no bool"),
         ("a: !!timestamp x", "1: 'x' is no timestamp"),

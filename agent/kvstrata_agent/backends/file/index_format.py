@@ -148,9 +148,9 @@ def body_bytes_max(segments: int, slots: int) -> int:
 
 
 def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Columns:
-    """Every slot that is in use."""
+    """Every slot that is in use. One of a kind that the index does not list has no record."""
     entries = np.frombuffer(listed.entries, FIELDS)
-    indices = np.flatnonzero(entries["stamp"])
+    indices = np.flatnonzero((entries["stamp"] != 0) & (entries["kind"] < len(kinds)))
     entries = entries.take(indices)
     records = np.zeros(len(entries), fields_of(_CODEC_BYTES_MAX))
     for name in ("stamp", "epoch", "raw_bytes", "stored_bytes", "checksum", "digest", "parent", "parent_length"):

@@ -4,6 +4,7 @@ import itertools
 import random
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,6 +102,14 @@ def test_every_flipped_bit_of_a_map_is_noticed_and_copies_are_not_interchangeabl
     assert unpack_map(memoryview(page), 3, 0, SECRET) is not None
     assert unpack_map(memoryview(page), 3, 1, SECRET) is None
     assert unpack_map(memoryview(page), 4, 0, SECRET) is None
+
+
+def test_a_slot_of_a_kind_that_is_not_listed_has_no_record() -> None:
+    other = msgspec.structs.replace(ONE, codec="lossless")
+    body = body_of([ONE, other, None])
+
+    assert [r for _, r in unpack_entries(body.listed[0], body.kinds).pairs()] == [ONE, other]
+    assert [r for _, r in unpack_entries(body.listed[0], body.kinds[:1]).pairs()] == [ONE]
 
 
 def test_kinds_that_the_index_has_no_number_for_are_told() -> None:

@@ -63,6 +63,19 @@ def _past(turns: int, scope: str = SCOPE) -> Remembered:
     return Remembered("idle", "", b"", turns, 0, 0.0, ((scope, b"h" * 32),))
 
 
+@pytest.mark.parametrize("scope", ["", "a", "tenant", "tenant/", "/"])
+async def test_a_session_whose_blocks_have_a_scope_that_is_none_is_one_more_and_stops_nobody(
+    tmp_path: Path, scope: str
+) -> None:
+    journal = SessionJournal(tmp_path / "journal")
+    journal.note(b"odd", _past(1, scope), "a")
+    journal.note(b"next", _past(2), "a")
+    await journal.flush()
+
+    again = _load(tmp_path / "journal")
+    assert [past.turns for past in again.latest()] == [2, 1]
+
+
 async def test_a_tenant_that_notes_sessions_without_end_forgets_only_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

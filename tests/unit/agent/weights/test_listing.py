@@ -97,6 +97,11 @@ def test_bytes_that_are_no_listing_are_refused(document: bytes) -> None:
         decode(document)
 
 
+def test_a_listing_that_is_nested_deeply_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="recursion"):
+        decode(b'{"more":' + b"[" * 1200 + b"]" * 1200 + b"}")
+
+
 def test_chunks_have_to_fill_their_file() -> None:
     short = Listing((ModelFile("a", 3, "0" * 64, (Chunk(2, "0" * 32),)),))
     with pytest.raises(InvalidInputError, match="chunks of 2 B in a file of 3 B"):
