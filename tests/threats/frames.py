@@ -74,6 +74,14 @@ def _value(field: msgspec.Raw) -> Any:
         return Unread(bytes(field))
 
 
+def _fields(packed: bytes) -> list[Any] | None:
+    """Fields of a list, each as `_value` has it; None for what is no list."""
+    try:
+        return [_value(field) for field in msgspec.msgpack.decode(packed, type=list[msgspec.Raw])]
+    except msgspec.DecodeError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Unread:
     """A field with text somewhere that is no UTF-8."""
@@ -96,8 +104,11 @@ def _is_layout(value: Any) -> bool:
 
 
 def _is_handover(value: Any) -> bool:
+    """A list of three; what stands behind them is passed over, unreadable or not."""
     if value is None:
         return True
+    if isinstance(value, Unread):
+        value = _fields(value.packed)
     parts = value if isinstance(value, list) and len(value) >= 3 else [None] * 3
     return _is_text(parts[0]) and _is_int(parts[1]) and _is_session(parts[2])
 

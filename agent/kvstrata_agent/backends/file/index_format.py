@@ -211,6 +211,8 @@ def unpack_body(whole: memoryview, secret: bytes, extra_bytes: int = 0) -> Body 
         known, at = _unpack_kinds(sealed, at, kinds)
     except (struct.error, UnicodeDecodeError):
         return None
+    if any(len(codec) > _CODEC_BYTES_MAX for _, codec in known):
+        return None
     listed = []
     for name, scope in names:
         end = at + name.slots * ENTRY_BYTES + extra_bytes

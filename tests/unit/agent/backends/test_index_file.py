@@ -112,6 +112,12 @@ def test_a_slot_of_a_kind_that_is_not_listed_has_no_record() -> None:
     assert [r for _, r in unpack_entries(body.listed[0], body.kinds[:1]).pairs()] == [ONE]
 
 
+def test_an_index_with_a_codec_of_a_name_that_is_too_long_is_none() -> None:
+    for codec, is_read in (("c" * 32, True), ("c" * 33, False)):
+        whole = packed(Body(3, 6, ((LayoutId(b"l" * 16), codec),), ()))
+        assert (unpack_body(whole, SECRET) is not None) == is_read
+
+
 def test_kinds_that_the_index_has_no_number_for_are_told() -> None:
     kinds = Kinds()
     numbers = [kinds.number(LayoutId(n.to_bytes(16, "big")), "raw") for n in range(KINDS_MAX + 1)]
