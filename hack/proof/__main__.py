@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = choose(steps(given.minutes), given.only)
         commit = head()
         state = State(given.state or ROOT / "build/proof" / commit, commit)
+        report.take_up(state, steps(given.minutes))
         if given.list:
             _list(state, chosen)
             return 0
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{report.write(state, steps(given.minutes))}\n")
             return 0
         check_tree(commit)
-        with state.locked():
+        with state.locked(chosen):
             return int(not run(state, chosen, hours=given.hours, again=given.again))
     except ProofError as e:
         sys.stderr.write(f"proof: {e}\n")
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=int, default=SOAK_MINUTES, help="of the soak; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="run what failed once more; every try stays in the report")
     parser.add_argument(
-        "--report", action="store_true", help="write docs/evidence/DATE-proof-COMMIT.md, and run nothing"
+        "--report", action="store_true", help="write docs/evidence/DATE-proof-COMMIT.md and .json, and run nothing"
     )
     parser.add_argument("--state", type=Path, metavar="DIR", help="where results are kept; default: build/proof/COMMIT")
     return parser

@@ -1,7 +1,8 @@
 """Runs the commands of steps one after the other, and keeps what came of each in a folder.
 
 `STATE/STEP/COMMAND.json` is written whole when a command has ended, so whatever stops a run costs the command that ran.
-A command that failed has failed for this commit: it runs again only when asked, and every try is kept.
+A command that failed has failed for this commit: it runs again only when asked, and every try is kept. Two runs may go
+side by side where they have no step in common.
 """
 
 import fcntl
@@ -14,12 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self
 
+from hardware import machine
 from proof.steps import ROOT, Command, Step, environment
 
 LIMIT_FACTOR: Final = 10.0
@@ -27,7 +29,7 @@ LIMIT_FACTOR: Final = 10.0
 LIMIT_MIN_S: Final = 3_600.0
 END_S: Final = 30.0
 """What a command has to end by itself, and to take away what it started."""
-_OURS: Final = re.compile(r"docs/evidence/\d{4}-\d{2}-\d{2}-proof-[0-9a-f]+\.md|docs/evidence/README\.md")
+_OURS: Final = re.compile(r"docs/evidence/\d{4}-\d{2}-\d{2}-proof-[0-9a-f]+\.(md|json)|docs/evidence/README\.md")
 """Written by a report of this very run, and read by no step."""
 _PYTEST: Final = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
@@ -49,6 +51,8 @@ class Ran:
     """Of its last line, flat: numbers by their names."""
     load: float
     """Average of the last minute when it ended."""
+    machine: str
+    """On which it ran: a proof may go on on another one."""
     why: str = ""
     """What is wrong, where the exit status does not say it."""
 
@@ -76,13 +80,17 @@ class State:
         told.write_text(commit)
 
     @contextmanager
-    def locked(self) -> Iterator[Self]:
-        """Keep other runs out. Raises `ProofError` where there is one."""
-        with (self.folder / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as e:
-                raise ProofError(f"{self.folder}: another proof runs there") from e
+    def locked(self, chosen: Sequence[Step]) -> Iterator[Self]:
+        """Keep other runs out of these steps. Raises `ProofError` where there is one."""
+        with ExitStack() as held:
+            for step in chosen:
+                file = held.enter_context((self.folder / f"{step.name}.lock").open("w"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as e:
+                    raise ProofError(
+                        f"{step.name}: another proof runs it in {self.folder}; --only names other steps"
+                    ) from e
             yield self
 
     def log(self, step: Step, command: Command) -> Path:
@@ -99,11 +107,12 @@ class State:
         tries = [ran for ran in self.tries(step, command) if ran.command == command.text]
         return tries[-1] if tries else None
 
-    def add(self, step: Step, command: Command, ran: Ran) -> None:
-        """Keep a try."""
+    def add(self, step: Step, command: Command, *ran: Ran) -> None:
+        """Keep a try, or several."""
         path = self.log(step, command).with_suffix(".json")
+        path.parent.mkdir(exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps([asdict(each) for each in (*self.tries(step, command), ran)], indent=1) + "\n")
+        part.write_text(json.dumps([asdict(each) for each in (*self.tries(step, command), *ran)], indent=1) + "\n")
         part.replace(path)
 
     def counts(self, step: Step) -> Counter[str]:
@@ -158,6 +167,7 @@ def _run(state: State, step: Step, command: Command) -> Ran:
     check_tree(state.commit)
     log = state.log(step, command)
     log.parent.mkdir(exist_ok=True)
+    here = machine()
     limit_s = max(LIMIT_MIN_S, LIMIT_FACTOR * command.expected_s)
     argv = [sys.executable if part == "python" else part for part in command.argv]
     began, began_s = datetime.now(UTC), time.monotonic()
@@ -184,6 +194,10 @@ def _run(state: State, step: Step, command: Command) -> Ran:
         exit=code,
         counts=counts,
         load=round(os.getloadavg()[0], 1),
+        machine=(
+            f"{here.cores} cores {here.cpu} ({', '.join(here.flags) or 'no vectors'}), {here.memory_gib} GiB, kernel "
+            f"{here.kernel}, Python {here.python}"
+        ),
         why=why,
     )
 

@@ -1,12 +1,13 @@
-"""The page of a proof, and its line in the index of evidence."""
+"""The page of a proof, its line in the index of evidence, and its results, which another machine goes on with."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from hardware import Machine, machine
 from proof.campaign import Ran, State
 from proof.steps import ROOT, Command, Step
 
@@ -16,9 +17,16 @@ _COUNTS_MAX: Final = 8
 
 
 def write(state: State, steps: Sequence[Step], folder: Path = EVIDENCE) -> Path:
-    """Write the page of what ran so far, newly each time, and put it into the index once."""
+    """Write the page of what ran so far and its results, newly each time, and put the page into the index once."""
     path = next(folder.glob(f"*-proof-{state.commit}.md"), folder / f"{datetime.now(UTC):%F}-proof-{state.commit}.md")
-    path.write_text(page(state, steps, machine()))
+    path.write_text(page(state, steps))
+    tries = {
+        f"{step.name}/{c.name}": [asdict(each) for each in found]
+        for step in steps
+        for c in step.commands
+        if (found := state.tries(step, c))
+    }
+    path.with_suffix(".json").write_text(json.dumps(tries, indent=1) + "\n")
     index = folder / "README.md"
     text = index.read_text()
     if path.name not in text:
@@ -28,8 +36,18 @@ def write(state: State, steps: Sequence[Step], folder: Path = EVIDENCE) -> Path:
     return path
 
 
-def page(state: State, steps: Sequence[Step], found: Machine) -> str:
-    """Commit, machine, a row for each step, each command that failed, and what was not run and why."""
+def take_up(state: State, steps: Sequence[Step], folder: Path = EVIDENCE) -> None:
+    """Go on with what `write` kept of this commit, on this machine or another one."""
+    for path in folder.glob(f"*-proof-{state.commit}.json"):
+        kept = json.loads(path.read_text())
+        for step in steps:
+            for command in step.commands:
+                if not state.tries(step, command):
+                    state.add(step, command, *(Ran(**each) for each in kept.get(f"{step.name}/{command.name}", ())))
+
+
+def page(state: State, steps: Sequence[Step]) -> str:
+    """Commit, machines, a row for each step, each command that failed, and what was not run and why."""
     ran = [each for step in steps for c in step.commands if (each := state.last(step, c)) is not None]
     began, ended = min((r.began for r in ran), default="-"), max((r.ended for r in ran), default="-")
     loads = [r.load for r in ran] or [0.0]
@@ -38,7 +56,9 @@ def page(state: State, steps: Sequence[Step], found: Machine) -> str:
         "",
         f"`python -m proof` on a clean checkout of {state.commit}, {began} to {ended}, in one sitting or several.",
         "",
-        _machine_line(found, loads),
+        *(f"- {count} commands on {name}" for name, count in Counter(each.machine for each in ran).items()),
+        "",
+        f"Load {min(loads)} to {max(loads)} at the ends of commands.",
         "",
         "| step | what | commands held | counts | seconds | result |",
         "|---|---|--:|---|--:|---|",
@@ -61,13 +81,6 @@ def page(state: State, steps: Sequence[Step], found: Machine) -> str:
         if (each := state.last(step, c)) is not None
     ]
     return "\n".join(lines) + "\n"
-
-
-def _machine_line(found: Machine, loads: Sequence[float]) -> str:
-    return (
-        f"{found.cores} cores {found.cpu} ({', '.join(found.flags) or 'no vectors'}), {found.memory_gib} GiB, kernel "
-        f"{found.kernel}, Python {found.python}; load {min(loads)} to {max(loads)} at the ends of commands."
-    )
 
 
 def result(state: State, step: Step) -> str:

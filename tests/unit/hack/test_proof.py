@@ -1,6 +1,7 @@
 """The proof of a commit: what is kept of each command, what runs again, and what the page says of it."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hardware import machine
 from proof import campaign, report
 from proof.__main__ import choose
 from proof.campaign import ProofError, Ran, State, counts_of, open_commands
@@ -61,7 +61,7 @@ def test_every_try_of_a_failure_is_told(state: State) -> None:
     for _ in range(2):
         campaign.run(state, [step(FAILS)], hours=None, again=True)
 
-    failed = report.page(state, [step(FAILS)], machine()).split("## What failed")[1].split("\n## ")[0]
+    failed = report.page(state, [step(FAILS)]).split("## What failed")[1].split("\n## ")[0]
     assert failed.count("exit status 3") == 2
 
 
@@ -81,17 +81,22 @@ def test_what_does_not_fit_stays_open(state: State) -> None:
 
 def test_estimates_follow_what_was_measured(state: State) -> None:
     slow = step(replace(PASSES, expected_s=10.0), replace(FAILS, expected_s=30.0))
-    state.log(slow, PASSES).parent.mkdir()
-    ran = Ran(PASSES.text, "a", "b", 20.0, 0, {}, 0.0)
+    ran = Ran(PASSES.text, "a", "b", 20.0, 0, {}, 0.0, "2 cores")
     state.add(slow, PASSES, ran)
 
     assert state.expected_s(slow, slow.commands[1]) == 60.0
 
 
-def test_a_state_belongs_to_one_commit_and_one_run(state: State) -> None:
+def test_a_state_belongs_to_one_commit_and_a_step_to_one_run(state: State) -> None:
     with pytest.raises(ProofError, match="belongs to commit 0123456789"):
         State(state.folder, "abcdefabcd")
-    with state.locked(), pytest.raises(ProofError, match="another proof runs"), State(state.folder, COMMIT).locked():
+    one, other = step(PASSES), replace(step(PASSES), name="other")
+    with (
+        state.locked([one]),
+        State(state.folder, COMMIT).locked([other]),
+        pytest.raises(ProofError, match="one: another proof runs"),
+        State(state.folder, COMMIT).locked([one]),
+    ):
         pass
 
 
@@ -107,7 +112,7 @@ def test_tests_that_leave_themselves_out_prove_nothing(state: State) -> None:
     campaign.run(state, [empty], hours=None, again=False)
 
     assert report.result(state, empty) == "left out in part"
-    assert "one/empty: its tests left themselves out" in report.page(state, [empty], machine())
+    assert "one/empty: its tests left themselves out" in report.page(state, [empty])
 
 
 def test_the_page_says_commit_machine_results_and_what_is_open(state: State, tmp_path: Path) -> None:
@@ -120,11 +125,29 @@ def test_the_page_says_commit_machine_results_and_what_is_open(state: State, tmp
 
     text = path.read_text()
     assert path.name.endswith(f"-proof-{COMMIT}.md")
-    assert machine().kernel in text
+    assert f"- 2 commands on {len(os.sched_getaffinity(0))} cores " in text
     assert "| one | something | 1 of 2 |" in text
     assert "other: 1 of 1 commands are open: passes" in text
     assert f"- `{PASSES.text}`: 2" in text
     assert (tmp_path / "README.md").read_text().count(path.name) == 1
+
+
+def test_another_machine_goes_on_with_what_a_report_kept(state: State, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("| a |\n|---|---|---|---|---|---|\n| b |\n")
+    both = step(PASSES, FAILS)
+    for _ in range(2):
+        campaign.run(state, [both], hours=None, again=True)
+    page = report.write(state, [both], tmp_path).read_text()
+
+    other = State(tmp_path / "other", COMMIT)
+    for _ in range(2):
+        report.take_up(other, [both], tmp_path)
+
+    assert open_commands(other, [both], again=False) == []
+    assert report.write(other, [both], tmp_path).read_text() == page
+    foreign = State(tmp_path / "foreign", "abcdefabcd")
+    report.take_up(foreign, [both], tmp_path)
+    assert len(open_commands(foreign, [both], again=False)) == 2
 
 
 @pytest.mark.parametrize(
@@ -180,7 +203,8 @@ def test_a_tree_that_is_no_commit_is_refused(tmp_path: Path, monkeypatch: pytest
     commit = campaign.head()
     campaign.check_tree(commit)
     (tmp_path / "docs/evidence").mkdir(parents=True)
-    (tmp_path / f"docs/evidence/2026-11-27-proof-{commit}.md").touch()
+    for kind in ("md", "json"):
+        (tmp_path / f"docs/evidence/2026-11-27-proof-{commit}.{kind}").touch()
     campaign.check_tree(commit)
     (tmp_path / "more.py").touch()
     with pytest.raises(ProofError, match=r"more\.py"):
