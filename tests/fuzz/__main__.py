@@ -3,7 +3,8 @@
 Each target runs in processes of its own (`fuzz.session`), one target after the other, and goes on with the corpus that
 was found before. What was executed is counted in build/fuzz/executions.json for each target and commit; inputs that
 went new ways are kept in build/fuzz/corpus, and those that break a promise in build/fuzz/defects, each of which
-`--replay FILE` tries once more. Exit status 1 where any was found.
+`--replay FILE` tries once more. Exit status 1 where any was found. `--keep` puts the count, and the fewest inputs that
+go all known ways, into tests/fuzz/found.tar.xz, which is committed: a new checkout goes on with that.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 CORPUS: Final = Path(__file__).parent / "corpus"
 BUILD: Final = ROOT / "build" / "fuzz"
 LEDGER: Final = BUILD / "executions.json"
+KEPT: Final = Path(__file__).parent / "found.tar.xz"
 NOTE_S: Final = 10.0
 """Between two notes in the file: a session that is killed loses no more."""
 SECONDS: Final = 60.0
@@ -102,10 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = tuple(given.target or registry.NAMES)
     if given.replay is not None:
         return _replay(names, given.replay)
-    BUILD.mkdir(parents=True, exist_ok=True)
+    take_up()
     ledger = Ledger.load(LEDGER)
     if given.list:
         _list(ledger, names)
+        return 0
+    if given.keep:
+        if not LEDGER.exists():
+            sys.stderr.write("--keep: nothing was executed here yet; run some targets first\n")
+            return 2
+        keep([path for name in registry.NAMES for path in _fewest(name)])
         return 0
     seconds = given.seconds / len(names) if given.seconds else 0.0 if given.runs else SECONDS
     failed = [name for name in names if not _fuzz(name, seconds, given.runs, given.jobs, ledger)]
@@ -122,8 +131,59 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=0, help="executions of each process; without end")
     parser.add_argument("--jobs", type=int, default=1, help="processes of a target at a time, which share a corpus (1)")
     parser.add_argument("--list", action="store_true", help="print the targets, and what was executed so far")
+    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.relative_to(ROOT)}, and run nothing else")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="try one input on the target that is given, once")
     return parser
+
+
+def take_up() -> None:
+    """Begin with what was kept, where nothing has been executed yet."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    if KEPT.exists() and not LEDGER.exists():
+        with tarfile.open(KEPT) as kept:
+            kept.extractall(BUILD, filter="data")
+
+
+def keep(inputs: Sequence[Path]) -> None:
+    """Write these inputs and the count of executions into the archive; the same files make the same archive."""
+    written = KEPT.with_suffix(".new")
+    with tarfile.open(written, "w:xz") as kept:
+        for path in (LEDGER, *inputs):
+            entry = tarfile.TarInfo(str(path.relative_to(BUILD)))
+            entry.size = path.stat().st_size
+            with path.open("rb") as content:
+                kept.addfile(entry, content)
+    written.replace(KEPT)
+    _say(f"{len(inputs)} inputs, {KEPT.stat().st_size:,} B, in {KEPT.relative_to(ROOT)}")
+
+
+def _fewest(name: str) -> list[Path]:
+    """The inputs of a target without those that go no way of their own."""
+    inputs = sorted((BUILD / "corpus" / name).glob("*"), key=lambda path: (path.stat().st_size, path.name))
+    ways = BUILD / f"{name}.ways"
+    ways.write_text("".join(f"{line}\n" for line in (len(inputs), 0, *inputs)))
+    with (BUILD / f"{name}-ways.log").open("wb") as printed:
+        # The inner half of libFuzzer's merge: it executes what the file lists, and adds the features of each.
+        subprocess.run(
+            [*_session(name), f"-merge_control_file={ways}", "-merge_inner=1"],
+            check=True, stdout=printed, stderr=printed, cwd=BUILD, env=_environment(),
+        )  # fmt: skip
+    return new_ways(inputs, ways.read_text().splitlines()[2 + len(inputs) :])
+
+
+def new_ways(inputs: Sequence[Path], lines: Sequence[str]) -> list[Path]:
+    """Inputs that go a way which none before them goes, by lines `FT NUMBER FEATURE...` of libFuzzer's merge."""
+    seen: set[str] = set()
+    found = []
+    for what, number, *ways in map(str.split, lines):
+        if what == "FT" and not seen.issuperset(ways):
+            seen.update(ways)
+            found.append(inputs[int(number)])
+    return found
+
+
+def _session(name: str) -> list[str]:
+    return [sys.executable, "-m", "fuzz.session", name]
 
 
 def _fuzz(name: str, seconds: float, runs: int, jobs: int, ledger: Ledger) -> bool:
@@ -138,7 +198,7 @@ def _fuzz(name: str, seconds: float, runs: int, jobs: int, ledger: Ledger) -> bo
     committed = [str(CORPUS / name)] if (CORPUS / name).is_dir() else []
     options = [f"-artifact_prefix={defects}/", *([f"-max_total_time={max(1, round(seconds))}"] if seconds else [])]
     options += [f"-runs={runs}"] if runs else []
-    command = [sys.executable, "-m", "fuzz.session", name, str(corpus), *committed, *options, "-reload=1"]
+    command = [*_session(name), str(corpus), *committed, *options, "-reload=1"]
     known = _broken(defects)
     processes: list[Process] = []
     for job in range(jobs):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fuzz import __main__ as fuzz
 from fuzz.__main__ import Ledger, Process, main
 
 pytestmark = pytest.mark.unit
@@ -68,3 +69,41 @@ def test_an_input_is_tried_once_more(capsys: pytest.CaptureFixture[str]) -> None
 
     assert main(["--target", "store-claims", "--replay", str(path)]) == 0
     assert capsys.readouterr().out == "store-claims: refused, as promised\n"
+
+
+def test_inputs_that_go_no_way_of_their_own_are_left_out() -> None:
+    inputs = [Path(name) for name in "abcd"]
+    lines = [
+        "STARTED 0 1", "FT 0 10 11", "COV 0 1", "STARTED 1 2", "FT 1 11", "STARTED 2 2", "FT 2 11 12", "STARTED 3 9",
+        "FT 3",
+    ]  # fmt: skip
+
+    assert fuzz.new_ways(inputs, lines) == [Path("a"), Path("c")]
+
+
+def test_a_new_checkout_goes_on_with_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+    monkeypatch.setattr(fuzz, "KEPT", tmp_path / "found.tar.xz")
+
+    def build(name: str) -> Path:
+        monkeypatch.setattr(fuzz, "BUILD", tmp_path / name)
+        monkeypatch.setattr(fuzz, "LEDGER", tmp_path / name / "executions.json")
+        return tmp_path / name
+
+    here = build("here")
+    one = here / "corpus" / "keys" / "0123"
+    one.parent.mkdir(parents=True)
+    one.write_bytes(b"input")
+    (here / "executions.json").write_text("{}")
+    fuzz.keep([one])
+    kept = (tmp_path / "found.tar.xz").read_bytes()
+    fuzz.keep([one])
+    assert (tmp_path / "found.tar.xz").read_bytes() == kept
+
+    there = build("there")
+    for _ in range(2):
+        fuzz.take_up()
+    assert (there / "corpus/keys/0123").read_bytes() == b"input"
+    (there / "executions.json").write_text('{"more": {}}')
+    fuzz.take_up()
+    assert (there / "executions.json").read_text() == '{"more": {}}', "what was found here is not replaced"

@@ -14,7 +14,7 @@ import pytest
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.weights import staging as module
 from kvstrata_agent.weights.__main__ import main as command
-from kvstrata_agent.weights.folder import ModelFolder
+from kvstrata_agent.weights.folder import Known, ModelFolder
 from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode, listing_of
 from kvstrata_agent.weights.source import FolderSource, SourceFile
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
@@ -153,6 +153,14 @@ async def test_what_has_come_is_not_read_again(folder: ModelFolder, tmp_path: Pa
     assert kept >= MIB
     assert source.read_bytes == 6 * MIB - kept
     assert content(folder.root / "m" / "r1") == content(tmp_path / "source")
+
+
+@pytest.mark.parametrize("document", [b"", b"{", b'{"x":"\xff"}', b'{"x":' + b"[" * 1200, b"{}"])
+def test_what_was_known_and_cannot_be_read_is_nothing(folder: ModelFolder, document: bytes) -> None:
+    folder.staging("m", "r1")
+    folder.note("m", "r1", document)
+
+    assert folder.known("m", "r1") == Known()
 
 
 async def test_equal_tensors_and_files_cost_no_byte_of_the_source(folder: ModelFolder, tmp_path: Path) -> None:
