@@ -13,6 +13,7 @@ from typing import Annotated, Final, get_args
 import msgspec
 
 from kvstrata_api.blocks import KEY_BYTES, Layout
+from kvstrata_api.decoding import UNDECODABLE
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.names import NamedPrefix
 from kvstrata_api.trace_context import TRACEPARENT_CHARS
@@ -633,9 +634,6 @@ def outcome_of(count: int, wanted: int) -> Outcome:
     return Outcome.PARTIAL if count else Outcome.UNKNOWN
 
 
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec (0.22) raises for a body: bad UTF-8 is no `DecodeError` to it, and neither is a field behind the known
-ones that is nested deeper than Python follows."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
@@ -668,7 +666,7 @@ def decode_request(body: bytes) -> AnyRequest:
     """Parse a request. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         request = _requests.decode(body)
-    except _MALFORMED as e:
+    except UNDECODABLE as e:
         raise InvalidInputError(f"malformed request: {e}") from e
     _check(request)
     return request
@@ -678,7 +676,7 @@ def refused_id(body: bytes) -> int:
     """Return the id of a request that is over a limit; 0 of what is no request at all."""
     try:
         return _requests.decode(body).id
-    except _MALFORMED:
+    except UNDECODABLE:
         return 0
 
 
@@ -686,7 +684,7 @@ def decode_reply(body: bytes) -> AnyReply:
     """Parse a reply. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         return _replies.decode(body)
-    except _MALFORMED as e:
+    except UNDECODABLE as e:
         raise InvalidInputError(f"malformed reply: {e}") from e
 
 

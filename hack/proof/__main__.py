@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         chosen = choose(steps(given.minutes), given.only)
         commit = head()
-        state = State(given.state or ROOT / "build/proof" / commit, commit)
-        report.take_up(state, steps(given.minutes))
+        state = State(given.state or ROOT / "build/proof" / commit, commit, report.kept(commit))
         if given.list:
             _list(state, chosen)
             return 0
@@ -65,8 +64,8 @@ def _list(state: State, chosen: Sequence[Step]) -> None:
     for step in chosen:
         todo = open_commands(state, [step], again=False)
         left_s = sum(state.expected_s(*each) for each in todo)
-        told = step.lacks() or f"{report.result(state, step)}, {len(todo)} of {len(step.commands)} open"
-        sys.stdout.write(f"{step.name:<15} {left_s / 3600:>5.1f} h  {told:<28}  {step.shows}\n")
+        standing = step.lacks() or f"{report.result(state, step)}, {len(todo)} of {len(step.commands)} open"
+        sys.stdout.write(f"{step.name:<15} {left_s / 3600:>5.1f} h  {standing:<28}  {step.shows}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -70,14 +70,18 @@ class Ran:
 class State:
     """The folder of one commit's proof."""
 
-    def __init__(self, folder: Path, commit: str) -> None:
-        """Take up a folder, or begin one. Raises `ProofError` when it is another commit's."""
+    def __init__(self, folder: Path, commit: str, kept: Mapping[str, Sequence[Ran]] | None = None) -> None:
+        """Take up a folder, or begin one. Raises `ProofError` when it is another commit's.
+
+        `kept` has tries by `STEP/COMMAND` from elsewhere, for what the folder has none of.
+        """
         self.folder, self.commit = folder, commit
+        self._kept = kept or {}
         folder.mkdir(parents=True, exist_ok=True)
-        told = folder / "commit"
-        if told.exists() and told.read_text() != commit:
-            raise ProofError(f"--state {folder}: belongs to commit {told.read_text()}, not to {commit}")
-        told.write_text(commit)
+        owner = folder / "commit"
+        if owner.exists() and owner.read_text() != commit:
+            raise ProofError(f"--state {folder}: belongs to commit {owner.read_text()}, not to {commit}")
+        owner.write_text(commit)
 
     @contextmanager
     def locked(self, chosen: Sequence[Step]) -> Iterator[Self]:
@@ -100,19 +104,21 @@ class State:
     def tries(self, step: Step, command: Command) -> list[Ran]:
         """What came of a command so far, the newest last."""
         path = self.log(step, command).with_suffix(".json")
-        return [Ran(**each) for each in json.loads(path.read_text())] if path.exists() else []
+        if not path.exists():
+            return list(self._kept.get(f"{step.name}/{command.name}", ()))
+        return [Ran(**each) for each in json.loads(path.read_text())]
 
     def last(self, step: Step, command: Command) -> Ran | None:
         """The newest try, where there is one of the command as it is now."""
         tries = [ran for ran in self.tries(step, command) if ran.command == command.text]
         return tries[-1] if tries else None
 
-    def add(self, step: Step, command: Command, *ran: Ran) -> None:
-        """Keep a try, or several."""
+    def add(self, step: Step, command: Command, ran: Ran) -> None:
+        """Keep a try."""
         path = self.log(step, command).with_suffix(".json")
         path.parent.mkdir(exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps([asdict(each) for each in (*self.tries(step, command), *ran)], indent=1) + "\n")
+        part.write_text(json.dumps([asdict(each) for each in (*self.tries(step, command), ran)], indent=1) + "\n")
         part.replace(path)
 
     def counts(self, step: Step) -> Counter[str]:
@@ -125,10 +131,10 @@ class State:
         return total
 
     def expected_s(self, step: Step, command: Command) -> float:
-        """How long a command will take: what the table says, by what the step's others took of what it said of them."""
+        """How long a command will take: what the table has, by what the step's others took of what it has of them."""
         ended = [(c, ran) for c in step.commands if (ran := self.last(step, c)) is not None]
-        said_s = sum(c.expected_s for c, _ in ended)
-        return command.expected_s * (sum(ran.seconds for _, ran in ended) / said_s if said_s else 1.0)
+        table_s = sum(c.expected_s for c, _ in ended)
+        return command.expected_s * (sum(ran.seconds for _, ran in ended) / table_s if table_s else 1.0)
 
 
 def open_commands(state: State, chosen: Sequence[Step], *, again: bool) -> list[tuple[Step, Command]]:
@@ -158,7 +164,7 @@ def run(state: State, chosen: Sequence[Step], *, hours: float | None, again: boo
         verdict = (
             "held" if ran.is_held else f"FAILED, {ran.why or f'exit status {ran.exit}'}, {_tail(state, step, command)}"
         )
-        _say(f"{step.name}/{command.name}: {verdict}; {_told(ran.counts)}{ran.seconds:.0f} s")
+        _say(f"{step.name}/{command.name}: {verdict}; {_shown(ran.counts)}{ran.seconds:.0f} s")
     return is_held
 
 
@@ -249,17 +255,17 @@ def counts_of(output: str) -> dict[str, float]:
     return {}
 
 
-def _flat(told: dict[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+def _flat(figures: dict[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
     """Numbers of an object by their paths, without the outermost name and that of the only row of a suite."""
-    for key, value in told.items():
+    for key, value in figures.items():
         name = f"{above}.{key}" if above else key
         if isinstance(value, dict):
-            yield from _flat(value, "" if len(told) == 1 and not above else name)
+            yield from _flat(value, "" if len(figures) == 1 and not above else name)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value
 
 
-def _told(counts: dict[str, float]) -> str:
+def _shown(counts: dict[str, float]) -> str:
     return "".join(f"{name} {value:,.6g}, " for name, value in list(counts.items())[:4])
 
 

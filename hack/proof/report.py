@@ -36,14 +36,13 @@ def write(state: State, steps: Sequence[Step], folder: Path = EVIDENCE) -> Path:
     return path
 
 
-def take_up(state: State, steps: Sequence[Step], folder: Path = EVIDENCE) -> None:
-    """Go on with what `write` kept of this commit, on this machine or another one."""
-    for path in folder.glob(f"*-proof-{state.commit}.json"):
-        kept = json.loads(path.read_text())
-        for step in steps:
-            for command in step.commands:
-                if not state.tries(step, command):
-                    state.add(step, command, *(Ran(**each) for each in kept.get(f"{step.name}/{command.name}", ())))
+def kept(commit: str, folder: Path = EVIDENCE) -> dict[str, list[Ran]]:
+    """What `write` kept of a commit, on this machine or another one: tries by `STEP/COMMAND`."""
+    return {
+        name: [Ran(**each) for each in tries]
+        for path in folder.glob(f"*-proof-{commit}.json")
+        for name, tries in json.loads(path.read_text()).items()
+    }
 
 
 def page(state: State, steps: Sequence[Step]) -> str:
@@ -172,5 +171,7 @@ def _how(ran: Ran) -> str:
 
 def _row(state: State, steps: Sequence[Step], name: str) -> str:
     held = [step.name for step in steps if result(state, step) == "held"]
-    told = f"held: {', '.join(held)}" if held else "the page says what"
-    return f"| {datetime.now(UTC):%F} | `make proof` | {state.commit} | the page says it | {told} | [proof]({name}) |\n"
+    shown = f"held: {', '.join(held)}" if held else "the page says what"
+    return (
+        f"| {datetime.now(UTC):%F} | `make proof` | {state.commit} | the page says it | {shown} | [proof]({name}) |\n"
+    )

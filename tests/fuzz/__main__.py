@@ -225,16 +225,16 @@ def _follow(name: str, processes: Sequence[Process], ledger: Ledger) -> None:
     """Wait for processes and note what they report; an interrupt ends them."""
     commit = _commit()
     before = dict(ledger.counts.get(name, {}).get(commit, {}))
-    began_s = told_s = time.monotonic()
+    began_s = noted_s = time.monotonic()
     try:
         while any(p.running.poll() is None for p in processes):
             time.sleep(0.2)
-            if time.monotonic() - told_s >= NOTE_S:
-                told_s = time.monotonic()
+            if time.monotonic() - noted_s >= NOTE_S:
+                noted_s = time.monotonic()
                 for process in processes:
                     process.look()
-                ledger.note(name, commit, before, processes, told_s - began_s)
-                _tell(name, processes, told_s - began_s, ledger)
+                ledger.note(name, commit, before, processes, noted_s - began_s)
+                _report(name, processes, noted_s - began_s, ledger)
     finally:
         for process in processes:
             if process.running.poll() is None:
@@ -242,7 +242,7 @@ def _follow(name: str, processes: Sequence[Process], ledger: Ledger) -> None:
             process.running.wait()
             process.look()
         ledger.note(name, commit, before, processes, time.monotonic() - began_s)
-        _tell(name, processes, time.monotonic() - began_s, ledger)
+        _report(name, processes, time.monotonic() - began_s, ledger)
 
 
 def _say(line: str) -> None:
@@ -250,7 +250,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _tell(name: str, processes: Sequence[Process], seconds: float, ledger: Ledger) -> None:
+def _report(name: str, processes: Sequence[Process], seconds: float, ledger: Ledger) -> None:
     done = sum(p.executions for p in processes)
     coverage = max(p.coverage for p in processes)
     _say(

@@ -74,11 +74,11 @@ def _value(field: msgspec.Raw) -> Any:
         return Unread(bytes(field))
 
 
-def _fields(packed: bytes) -> list[Any] | None:
-    """Fields of a list, each as `_value` has it; None for what is no list."""
+def _fields(packed: bytes, count: int) -> list[Any] | None:
+    """The first fields of a list, each as `_value` has it; None for what is no list, or nested too deeply."""
     try:
-        return [_value(field) for field in msgspec.msgpack.decode(packed, type=list[msgspec.Raw])]
-    except msgspec.DecodeError:
+        return [_value(field) for field in msgspec.msgpack.decode(packed, type=list[msgspec.Raw])[:count]]
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -108,7 +108,7 @@ def _is_handover(value: Any) -> bool:
     if value is None:
         return True
     if isinstance(value, Unread):
-        value = _fields(value.packed)
+        value = _fields(value.packed, 3)
     parts = value if isinstance(value, list) and len(value) >= 3 else [None] * 3
     return _is_text(parts[0]) and _is_int(parts[1]) and _is_session(parts[2])
 

@@ -19,6 +19,7 @@ from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import account_of
 from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.blocks import ScopeId
+from kvstrata_api.decoding import UNDECODABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,7 +174,7 @@ def _frames(content: bytes) -> Iterator[tuple[bytes, bytes, Remembered | None]]:
             return
         try:
             digest, remembered = _decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             return
         yield digest, content[at:end], remembered
         at = end

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata_agent.replay.chains import Request, Trace, build
+from kvstrata_api.decoding import UNDECODABLE
 from kvstrata_api.errors import InvalidInputError
 
 SPREAD_S: Final = 3600.0
@@ -64,8 +65,6 @@ _LCS_HEADER_BYTES: Final = 8192
 """Magic, version (u64) and statistics, of which the second is the count of records (i64)."""
 _LCS_RECORD_BYTES: Final = (24, 28, 36, 40, 44, 52, 68, 100)
 """By version, from 1: later ones add operation, tenant, time to live and features (libCacheSim's lcs.h)."""
-_NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec (0.22) raises: bad UTF-8 is no `DecodeError` to it, and neither is what is nested too deeply."""
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _TAR_MAGIC_AT: Final = 257
@@ -233,10 +232,10 @@ def _json_format(file: _File) -> _Format | None:
     line = file.data.lstrip().split(b"\n", 1)[0]
     try:
         first = msgspec.json.decode(line)
-    except _NO_JSON:
+    except UNDECODABLE:
         try:
             first = msgspec.json.decode(file.data)
-        except _NO_JSON:
+        except UNDECODABLE:
             return None
     return _FORMATS.get(_json_name(first))
 
@@ -270,13 +269,13 @@ def _rows(file: _File) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = file.data.splitlines()
     try:
         msgspec.json.decode(next((line for line in lines if line.strip()), b""))
-    except _NO_JSON:
+    except UNDECODABLE:
         lines = [file.data]
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 row = msgspec.json.decode(line)
-            except _NO_JSON as e:
+            except UNDECODABLE as e:
                 raise TraceError(f"{file.name}: line {number}: {e}") from e
             if not isinstance(row, dict):
                 raise TraceError(f"{file.name}: line {number}: an object is wanted, not {line[:40]!r}")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvstrata_agent.weights.listing import Listing, ModelFile, decode
+from kvstrata_api.decoding import UNDECODABLE
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.names import MODELS_FOLDER
 from kvstrata_node import directories
@@ -143,7 +144,7 @@ class ModelFolder:
         """What is known of files on their way; nothing where that cannot be read."""
         try:
             return msgspec.json.decode(self._draft_path(model, revision).read_bytes(), type=Known)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, *UNDECODABLE):
             return Known()
 
     def note(self, model: str, revision: str, document: bytes) -> None:

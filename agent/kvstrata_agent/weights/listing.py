@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX
+from kvstrata_api.decoding import UNDECODABLE
 from kvstrata_api.errors import InvalidInputError
 
 LISTING_FILE: Final = "kvstrata-listing.json"
@@ -96,7 +97,7 @@ def decode(document: bytes) -> Listing:
         raise InvalidInputError(f"listing of {len(document)} B, limit {LISTING_BYTES_MAX} B")
     try:
         listing = _decoder.decode(document)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNDECODABLE as e:
         raise InvalidInputError(f"listing: {e}") from e
     if listing.format != _FORMAT:
         raise InvalidInputError(f"listing: format {listing.format}, this version reads {_FORMAT}")
@@ -162,7 +163,7 @@ def tensor_ends(path: str, size_bytes: int, header: bytes) -> list[int]:
     data_bytes = size_bytes - LENGTH_BYTES - len(header)
     try:
         entries: Any = msgspec.json.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNDECODABLE as e:
         raise InvalidInputError(f"{path}: header is no JSON: {e}") from e
     if not isinstance(entries, dict):
         raise InvalidInputError(f"{path}: header is {type(entries).__name__}, a JSON object wanted")

@@ -139,14 +139,13 @@ def test_another_machine_goes_on_with_what_a_report_kept(state: State, tmp_path:
         campaign.run(state, [both], hours=None, again=True)
     page = report.write(state, [both], tmp_path).read_text()
 
-    other = State(tmp_path / "other", COMMIT)
-    for _ in range(2):
-        report.take_up(other, [both], tmp_path)
+    other = State(tmp_path / "other", COMMIT, report.kept(COMMIT, tmp_path))
 
     assert open_commands(other, [both], again=False) == []
     assert report.write(other, [both], tmp_path).read_text() == page
-    foreign = State(tmp_path / "foreign", "abcdefabcd")
-    report.take_up(foreign, [both], tmp_path)
+    campaign.run(other, [both], hours=None, again=True)
+    assert len(other.tries(both, FAILS)) == 3, "what is tried here comes on top"
+    foreign = State(tmp_path / "foreign", "abcdefabcd", report.kept("abcdefabcd", tmp_path))
     assert len(open_commands(foreign, [both], again=False)) == 2
 
 

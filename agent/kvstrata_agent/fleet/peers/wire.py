@@ -10,6 +10,7 @@ import msgspec
 
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
+from kvstrata_api.decoding import UNDECODABLE
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.trace_context import TRACEPARENT_CHARS
 from kvstrata_api.wire import HANDOVER_CHARS_MAX, Seconds
@@ -262,9 +263,6 @@ class Refused(Message, frozen=True, array_like=True, tag=True):
 Question = Hello | Describe | Lend | Pull | Follow | Trace | Offer | Weights | ReadWeights | End
 Answer = Welcome | Described | Lending | Chunk | Followed | Traced | Taken | WeightsHeld | Done | Refused
 
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec (0.22) raises for a body: the second for a tag that is no text, the last for one that is nested deeper
-than Python follows."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _questions: Final = msgspec.msgpack.Decoder(Question)
 _answers: Final = msgspec.msgpack.Decoder(Answer)
@@ -289,7 +287,7 @@ def decode_question(body: bytes) -> Question:
     """Read a question. Raises `InvalidInputError` with what is wrong with it."""
     try:
         question: Question = _questions.decode(body)
-    except _MALFORMED as e:
+    except UNDECODABLE as e:
         raise InvalidInputError(f"malformed question: {e}") from e
     if isinstance(question, Lend | Follow | Offer):
         _check_keys(question)
@@ -372,7 +370,7 @@ def decode_answer(body: bytes) -> Answer:
     """Read an answer. Raises `InvalidInputError` with what is wrong with it."""
     try:
         answer: Answer = _answers.decode(body)
-    except _MALFORMED as e:
+    except UNDECODABLE as e:
         raise InvalidInputError(f"malformed answer: {e}") from e
     if isinstance(answer, Chunk) and not 0 < answer.size_bytes <= CHUNK_BYTES_MAX:
         raise InvalidInputError(f"chunk of {answer.size_bytes} B, limit {CHUNK_BYTES_MAX} B")
