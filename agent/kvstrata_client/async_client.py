@@ -174,10 +174,10 @@ class AsyncClient:
         """
         if not knows(self, wire.ReportEngine):
             return False
-        told: int = await self._one(
+        noted: int = await self._one(
             calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running, half_rate_tokens)
         )
-        return told > 0
+        return noted > 0
 
     async def complete_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> Hinted:
         """Like `Client.complete_session`."""

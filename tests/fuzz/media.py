@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from fuzz.target import TEXT_BYTES, Form, Target, expect
-from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.base import CODEC_BYTES_MAX, Record, SlotRef
 from kvstrata_agent.backends.device import pooled
 from kvstrata_agent.backends.file import claim, index_format
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
@@ -129,7 +129,7 @@ def _check_sealed(data: bytes) -> bool:
         return False
     _, record = found
     room = bytearray(layout.HEADER_BYTES + 4096)
-    layout.check_length("codec", record.codec.encode(), layout.CODEC_BYTES_MAX)
+    layout.check_length("codec", record.codec.encode(), CODEC_BYTES_MAX)
     payload = memoryview(bytes(64))
     _SEALED.lay_out(memoryview(room), record, _SLOT, payload)(record)
     again = _SEALED.header(bytes(room), _EXTENT, _OFFSET)

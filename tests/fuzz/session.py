@@ -7,6 +7,7 @@ take is bounded: memory by the kernel, time by libFuzzer's `-timeout`.
 import logging
 import random
 import resource
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -53,7 +54,11 @@ def main(name: str, arguments: list[str]) -> None:
         return target.settle(made, rng)[:bytes_max]
 
     def check(data: bytes) -> None:
-        target.check(data)
+        try:
+            target.check(data)
+        except BaseException:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # Else libFuzzer's may end the process before it keeps the input.
+            raise
 
     logging.disable()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))

@@ -49,7 +49,7 @@ class Engine:
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine, AgentThread]]:
-    """One engine that has computed the prompt, and one that has not, on an agent; three blocks in a helping."""
+    """One engine that has computed the prompt, and one that has not, on an agent; three blocks in a batch."""
     monkeypatch.setattr(paged, "BATCH_BYTES", 3 * LAYOUT.block_bytes)
     party = FakeAuthenticator(a=caller("a"))
     with (

@@ -13,6 +13,8 @@ from kvstrata_api.blocks import KEY_BYTES, BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import CHECKSUM_BYTES, Use, checksum
 from kvstrata_api.errors import BackendFailedError, KvStrataError
 
+CODEC_BYTES_MAX: Final = 32
+"""Longest name of a codec in a record that lasts."""
 PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
 """Scope of the start-up probe's blocks. Belongs to no tenant: no grant names it, so no engine can ask for them."""
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata_agent.backends.base import Columns, Record, SlotRef
+from kvstrata_agent.backends.base import CODEC_BYTES_MAX, Columns, Record, SlotRef
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 
@@ -15,7 +15,6 @@ _COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_len
 """Fields of a record that many share: its kind."""
 _FEW: Final = 16
 """Up to so many kinds of an extent are distinguished one by one, which takes a tenth of sorting."""
-_CODEC_BYTES_MAX: Final = 32
 
 
 def fields_of(codec_bytes_max: int) -> np.dtype[np.void]:
@@ -49,7 +48,7 @@ def _bytes_of(records: NDArray[np.void], name: str) -> NDArray[np.uint8]:
     return np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1)
 
 
-_PACKED: Final = struct.Struct(f"<8xQQQQ16s16s20s20sBB{_CODEC_BYTES_MAX}s")
+_PACKED: Final = struct.Struct(f"<8xQQQQ16s16s20s20sBB{CODEC_BYTES_MAX}s")
 
 
 def columns_of(extent: int, slot_bytes: int, found: Sequence[tuple[int, int, Record]]) -> Columns:
@@ -63,7 +62,7 @@ def columns_of(extent: int, slot_bytes: int, found: Sequence[tuple[int, int, Rec
     )  # fmt: skip
     indices = np.array([index for index, _, _ in found], np.intp)
     return Columns(
-        found[0][2].key.scope, extent, slot_bytes, indices, np.frombuffer(packed, fields_of(_CODEC_BYTES_MAX))
+        found[0][2].key.scope, extent, slot_bytes, indices, np.frombuffer(packed, fields_of(CODEC_BYTES_MAX))
     )
 
 

@@ -26,7 +26,6 @@ SIZES: Final = "1%,5%,10%,25%"
 ALL_TIERS: Final = "all tiers"
 POLICIES: Final = ("ReuseAware", "LeafLRU")
 """Values of `policy.eviction.type`."""
-HINTS: Final = {"none": Hints.NONE, "trace": Hints.TRACE, "engine": Hints.ENGINE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not token_bytes and any(size.size_bytes for size in sizes):
             raise InvalidInputError("sizes in bytes: --token-bytes, or --layout FILE, says how many bytes a token has")
         rules = [replace(_rules(pool, len(sizes)), eviction=policy) for policy in policies] if pool else []
-        hints = HINTS[given.hints]
+        hints = Hints(given.hints)
         rows = (
             _tier_rows(found.traces, sizes, rules, hints, token_bytes)
             if rules
@@ -119,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", choices=POLICIES, help="default: the pool's policy.eviction.type; both where there is no pool")
     add(
         "--hints",
-        choices=tuple(HINTS),
+        choices=[hints.value for hints in Hints],
         default="trace",
         help="what the policy is told: nothing, what the trace says (kind, stop reason, session), or what engines that "
         "know their sessions could say besides (complete, or back within a minute); default: %(default)s",

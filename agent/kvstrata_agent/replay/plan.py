@@ -23,7 +23,6 @@ from kvstrata_client.commands import output, top
 from kvstrata_client.commands.output import Parser, table
 
 PROGRAM: Final = "kvstrata plan"
-HINTS: Final = {"none": Hints.NONE, "trace": Hints.TRACE, "engine": Hints.ENGINE}
 REQUESTS: Final = 2000
 SIZE_STEPS: Final = 5
 """Halvings of a search for the load, for each choice of sizes."""
@@ -74,7 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=_positive, metavar="N", help="requests a second of one GPU, instead of the highest at the goal")
     add("--fleet-rate", type=_positive, metavar="N", help="requests a second of all: also say how many GPUs they need")
     add("--requests", type=_count, default=REQUESTS, metavar="N", help="only the first N; default: %(default)s")
-    add("--hints", choices=tuple(HINTS), default="trace", help="what the policy is told; default: %(default)s")
+    add(
+        "--hints",
+        choices=[hints.value for hints in Hints],
+        default="trace",
+        help="what the policy knows; default: %(default)s",
+    )
     add(
         "--metrics",
         action="append",
@@ -168,7 +172,7 @@ def _trace(given: argparse.Namespace, described: Hardware) -> tuple[Trace, int]:
 
 
 def _planned(given: argparse.Namespace, source: str, manifest: Manifest, described: Hardware, trace: Trace) -> Planned:
-    fleet, hints = planning.fleet_of(manifest.pool, described), HINTS[given.hints]
+    fleet, hints = planning.fleet_of(manifest.pool, described), Hints(given.hints)
     rate = given.rate or planning.rate_at(fleet, trace, given.goal_s, hints)
     if not rate:
         _tell(f"{source}: the goal of {given.goal_s:g} s is not met even by requests that meet no other")
@@ -178,7 +182,7 @@ def _planned(given: argparse.Namespace, source: str, manifest: Manifest, describ
 
 def _tried(given: argparse.Namespace, first: Planned, trace: Trace) -> list[Tried]:
     """Sizes by what a million requests cost at the goal; the best is last."""
-    hints = HINTS[given.hints]
+    hints = Hints(given.hints)
 
     def judge(fleet: Fleet) -> tuple[float, float]:
         rate = planning.rate_at(fleet, trace, given.goal_s, hints, SIZE_STEPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from enum import Enum, auto
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.policy.expected_reuse import ExpectedReuse, MarkTable, RequestFacts, Return, Victims
@@ -21,10 +21,10 @@ SOON_S: Final = 60.0
 class Hints(Enum):
     """What the policy knows of requests."""
 
-    NONE = auto()
-    TRACE = auto()
+    NONE = "none"
+    TRACE = "trace"
     """Kind, stop reason and session, where the trace has them."""
-    ENGINE = auto()
+    ENGINE = "engine"
     """Besides: whether the session or branch is complete, or its next turn comes within a minute."""
 
 

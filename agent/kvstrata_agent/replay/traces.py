@@ -25,6 +25,7 @@ import json
 import tarfile
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -468,11 +469,13 @@ def _csv_lengths(file: _File, at: str, asked: str, answered: str) -> Lengths:
         fields = {(k or "").strip().lower(): v for k, v in row.items()}
         for i, name in enumerate((asked, answered)):
             try:
-                totals[i] += int(float(fields[name]))
-            except (KeyError, TypeError, ValueError) as e:
-                raise TraceError(
-                    f"{file.name}: line {number}: {name}: tokens are wanted, not {fields.get(name)!r}"
-                ) from e
+                tokens = float(fields[name])
+            except (KeyError, TypeError, ValueError):
+                tokens = nan
+            if not 0 <= tokens <= TOKENS_MAX:
+                where = f"{file.name}: line {number}: {name}"
+                raise TraceError(f"{where}: 0 to {TOKENS_MAX} tokens are wanted, not {fields.get(name)!r}")
+            totals[i] += int(tokens)
         times.append(_second(file.name, number, at, fields.get(at)))
     return Lengths(file.name, len(times), totals[0], totals[1], max(times, default=0.0) - min(times, default=0.0))
 
@@ -492,12 +495,15 @@ def _second(file: str, line: int, field: str, value: str | None) -> float:
     from datetime import datetime
 
     try:
-        return float(value or "")
+        second = float(value or "")
     except ValueError:
         try:
-            return datetime.fromisoformat((value or "")[:26]).timestamp()
-        except ValueError as e:
-            raise TraceError(f"{file}: line {line}: {field}: seconds or a date are wanted, not {value!r}") from e
+            second = datetime.fromisoformat((value or "")[:26]).timestamp()
+        except ValueError:
+            second = nan
+    if not isfinite(second):
+        raise TraceError(f"{file}: line {line}: {field}: seconds or a date are wanted, not {value!r}")
+    return second
 
 
 def _session_block_tokens(file: _File) -> int:

@@ -74,10 +74,10 @@ class Driver:
     def _line(self, op: str, within_s: float) -> bytes:
         assert self._process.stdout is not None
         fd, ends_s = self._process.stdout.fileno(), time.monotonic() + within_s
-        received = self._received
+        received, poller = self._received, select.poll()
+        poller.register(fd, select.POLLIN)
         while b"\n" not in received[-_READ_BYTES:]:
-            ready, _, _ = select.select((fd,), (), (), max(0.0, ends_s - time.monotonic()))
-            if not ready:
+            if not poller.poll(max(0.0, ends_s - time.monotonic()) * 1e3):
                 raise ConformanceError(f"{op}: no answer within {within_s:g} s")
             chunk = os.read(fd, _READ_BYTES)
             if not chunk:

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstrata_agent.backends.base import Columns, KeyAwayError
+from kvstrata_agent.backends.base import CODEC_BYTES_MAX, Columns, KeyAwayError
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.record.encryption import SALT_BYTES, TAG_BYTES, Sealer
 from kvstrata_agent.backends.record.layout import Form, SealedForm
@@ -38,7 +38,6 @@ _TAG_BYTES: Final = 16
 _BODY_MAGIC: Final = b"KVSTRIDX"
 KINDS_MAX: Final = 64
 _SCOPE_BYTES_MAX: Final = 512
-_CODEC_BYTES_MAX: Final = 32
 EXTRA_BYTES: Final = SALT_BYTES + TAG_BYTES
 """Before the ciphertext of a segment's entries: salt and tag."""
 _MAGIC: Final = b"KVSTRENT"
@@ -143,7 +142,7 @@ class Body:
 
 def body_bytes_max(segments: int, slots: int) -> int:
     """Upper bound of a body's size, rounded up to whole pages."""
-    fixed = _BODY.size + KINDS_MAX * (_KIND.size + _CODEC_BYTES_MAX) + _TAG_BYTES
+    fixed = _BODY.size + KINDS_MAX * (_KIND.size + CODEC_BYTES_MAX) + _TAG_BYTES
     return round_up(fixed + segments * (_SEGMENT.size + _SCOPE_BYTES_MAX) + slots * ENTRY_BYTES, DIRECT_BYTES)
 
 
@@ -152,7 +151,7 @@ def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Col
     entries = np.frombuffer(listed.entries, FIELDS)
     indices = np.flatnonzero((entries["stamp"] != 0) & (entries["kind"] < len(kinds)))
     entries = entries.take(indices)
-    records = np.zeros(len(entries), fields_of(_CODEC_BYTES_MAX))
+    records = np.zeros(len(entries), fields_of(CODEC_BYTES_MAX))
     for name in ("stamp", "epoch", "raw_bytes", "stored_bytes", "checksum", "digest", "parent", "parent_length"):
         records[name] = entries[name]
     known = np.zeros(len(kinds), records.dtype)
@@ -211,7 +210,7 @@ def unpack_body(whole: memoryview, secret: bytes, extra_bytes: int = 0) -> Body 
         known, at = _unpack_kinds(sealed, at, kinds)
     except (struct.error, UnicodeDecodeError):
         return None
-    if any(len(codec) > _CODEC_BYTES_MAX for _, codec in known):
+    if any(len(codec) > CODEC_BYTES_MAX for _, codec in known):
         return None
     listed = []
     for name, scope in names:

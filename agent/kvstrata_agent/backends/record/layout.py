@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvstrata_agent.backends.base import KeyAwayError, Record, SlotRef, matches
+from kvstrata_agent.backends.base import CODEC_BYTES_MAX, KeyAwayError, Record, SlotRef, matches
 from kvstrata_agent.backends.record.encryption import SALT_BYTES, SCOPE_TAG_BYTES, TAG_BYTES, DataKeys, Sealer
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import CHECKSUM_BYTES
@@ -27,10 +27,9 @@ MAGIC: Final = b"KVSTRREC"
 VERSION: Final = 1
 
 SCOPE_BYTES_MAX: Final = 512
-CODEC_BYTES_MAX: Final = 32
 _TAG_BYTES: Final = 16
 
-_FIELDS: Final = struct.Struct("<8sHHIQQQQQQ16s16s20s20sBBH32s512s")
+_FIELDS: Final = struct.Struct(f"<8sHHIQQQQQQ16s16s20s20sBBH{CODEC_BYTES_MAX}s{SCOPE_BYTES_MAX}s")
 """magic, version, zero, zero, extent, offset, stamp, epoch, raw bytes, stored bytes, checksum, layout id, digest,
 parent, parent length, codec length, scope length, codec, scope. All little-endian, no padding."""
 
