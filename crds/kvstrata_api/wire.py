@@ -557,7 +557,7 @@ class Reserved(Reply, frozen=True, array_like=True, tag=True):
     gone: tuple[int, ...] = ()
     """Extents granted before that have gone for good: to be unmapped."""
     handover: Handover | None = None
-    """What the reader must name, where a hand-over was asked for and the agent knows how."""
+    """What the reader must name, where a hand-over was asked for, the agent knows how and has room for more of them."""
     busy_s: float = 0.0
     """Where slots are left out because blocks wait to leave the tier: estimated seconds until that path is free."""
     refusal: str = ""

@@ -342,7 +342,9 @@ def _done(work: Any) -> Any:
 
 
 def _journals() -> list[bytes]:
-    value = session_journal.Remembered("idle", "standard", b"", 2, 0, 0.0, ((str(_SCOPE), b"d" * 20),))
+    value = session_journal.Remembered(
+        "idle", "standard", b"", 2, 0, 0.0, ((str(_SCOPE), b"d" * 20),), scope=str(_SCOPE)
+    )
     return [
         session_journal.MAGIC
         + b"".join(
@@ -368,7 +370,8 @@ def _check_journal(content: bytes) -> bool:
     found = list(session_journal._frames(content))
     expect(sum(len(frame) for _, frame, _ in found) <= len(content), "frames are parts of the file", found)
     for _, _, remembered in found:
-        session_journal._account(remembered)
+        if remembered is not None and (scope := remembered.erased_with):
+            expect(scope.count("/") == 3 and scope.rsplit("/v")[-1].isdigit(), "it is a tenant's scope", scope)
     return bool(found)
 
 

@@ -1,6 +1,7 @@
 """Blocks that are read on one node while another still computes them: layer by layer, or not at all."""
 
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvstrata import Client
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks import handovers
 from kvstrata_agent.cache.handover import Fault
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, LeaseLostError
@@ -99,6 +101,34 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
         assert broken(reader) == dict.fromkeys(Fault, 0)
         layers = [counted(reader, "kvstrata_handover_layers_total", wait=wait) for wait in ("none", "waited")]
         assert sum(layers) == LAYERS
+
+
+def test_who_asks_for_more_of_what_is_whole_is_answered_at_once(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs:
+        growing = PrefixCache(ours).hand_over(TOKENS)
+        with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
+            written(growing, range(LAYERS))
+            growing.finish()
+            stream.read(range(LAYERS))
+            for _ in range(100):
+                if not counted(reader, "kvstrata_handover_blocks", role="reader"):
+                    break
+            asked_s = time.monotonic()
+            assert stream._arrive(stream._leases, LAYERS, 8.0) == (b"",) * BLOCKS
+            assert time.monotonic() - asked_s < 4.0
+
+
+def test_what_is_not_handed_over_is_stored_as_usual(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handovers, "BLOCKS_MAX", BLOCKS - 1)
+    writer, _ = nodes
+    with client_of(writer) as ours:
+        growing = PrefixCache(ours).hand_over(TOKENS)
+        assert (growing.blocks, growing.handover) == (0, None)
+        stored = PrefixCache(ours).store(TOKENS, STORED.reshape(BLOCKS, -1))
+        assert (stored.published, stored.existed) == (BLOCKS, 0)
+        assert np.array_equal(PrefixCache(ours).load(TOKENS).data, STORED.reshape(BLOCKS, -1))
+        assert not ours.counters.errors
 
 
 def test_a_reader_waits_for_a_layer_that_comes_later(nodes: Nodes) -> None:

@@ -7,6 +7,7 @@ those who name its hand-over and by nobody else, until its publication makes an 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 KEPT_S: Final = 30.0
 """How long a finished block is found by its hand-over: its reader has the last parts in well under a second."""
 BLOCKS_MAX: Final = 4_096
-"""Blocks that grow on a node at once: a prompt of 65,536 tokens in blocks of 16."""
+"""Blocks that grow on a node at once: a prompt of 65,536 tokens in blocks of 16. Of finished ones as many are kept."""
 
 
 class Stage(Enum):
@@ -48,6 +49,11 @@ class Growing:
     """Of the whole block, once it is published."""
     ends_s: float = 0.0
     """When it is forgotten; means something once it is whole or lost."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.reservation.entry.tenant
 
     @property
     def parts(self) -> int:
@@ -83,12 +89,38 @@ class GrowthTable:
         """Blocks that grow now."""
         return sum(g.stage is Stage.OPEN for g in self._growing.values())
 
-    def begin(self, reservations: Sequence[Reservation], name: str, part_bytes: int, now_s: float) -> None:
-        """Hand new reservations over under a name. Raises `InvalidInputError` when too many blocks grow already."""
-        self._growing = {i: g for i, g in self._growing.items() if g.stage is Stage.OPEN or g.ends_s > now_s}
-        if len(self._growing) + len(reservations) > BLOCKS_MAX:
-            raise InvalidInputError(f"handover of {len(reservations)} blocks, {len(self)} grow: limit {BLOCKS_MAX}")
+    def begin(self, reservations: Sequence[Reservation], name: str, part_bytes: int, now_s: float) -> bool:
+        """Hand new reservations of one tenant over under a name; false when too many blocks grow already.
+
+        Over `BLOCKS_MAX` the tenant that has most loses its oldest hand-over, if it has more than this one would.
+        """
+        self._forget(now_s)
+        tenant = reservations[0].entry.tenant
+        counts = Counter(g.tenant for g in self._growing.values() if g.stage is Stage.OPEN)
+        counts[tenant] += len(reservations)
+        while counts.total() > BLOCKS_MAX:
+            most = max(counts, key=lambda t: counts[t])
+            if counts[most] <= counts[tenant]:
+                return False
+            counts[most] -= self._give_up_oldest(most, now_s)
         self._growing.update((r.id, Growing(r, name, part_bytes)) for r in reservations)
+        return True
+
+    def _forget(self, now_s: float) -> None:
+        """Forget finished blocks whose time is over, and the oldest of more than `BLOCKS_MAX`."""
+        finished = [i for i, g in self._growing.items() if g.stage is not Stage.OPEN]
+        finished.sort(key=lambda i: self._growing[i].ends_s)
+        for at, number in enumerate(finished):
+            if self._growing[number].ends_s <= now_s or len(finished) - at > BLOCKS_MAX:
+                del self._growing[number]
+
+    def _give_up_oldest(self, tenant: str, now_s: float) -> int:
+        """End the oldest hand-over of a tenant, as if it were lost; returns how many blocks grew in it."""
+        own = [(i, g) for i, g in self._growing.items() if g.stage is Stage.OPEN and g.tenant == tenant]
+        gone = [i for i, g in own if g.name == own[0][1].name]
+        for number in gone:
+            self.lost(number, now_s)
+        return len(gone)
 
     def advance(self, owner: int, reservation_id: int, first: int, sums: bytes) -> bool:
         """Note filled parts of one block from part `first` on; false when it does not grow (any more).

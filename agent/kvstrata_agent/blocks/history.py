@@ -154,6 +154,10 @@ class History:
         table = self._scopes.get(scope)
         return table.last.get(digest) if table is not None else None
 
+    def scopes(self) -> list[ScopeId]:
+        """Scopes of which anything is remembered."""
+        return list(self._scopes)
+
     def forget(self, scope: ScopeId) -> None:
         """Remember nothing of a scope: it was erased."""
         table = self._scopes.pop(scope, None)

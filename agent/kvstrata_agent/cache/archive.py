@@ -89,25 +89,33 @@ class Archiver:
         self._wake.set()
 
     def follow(self, session: Session, chain: Sequence[Entry]) -> None:
-        """Note that a session runs through these blocks, in order, and archive them where it is archived.
-
-        A block that was stored without the one before it here begins a chain of its own, which has a head of its own.
-        """
+        """Note that a session runs through these blocks, in order, and archive them where it is archived."""
         if session.is_forgotten or not chain:
             return
-        starts = [0, *(i for i in range(1, len(chain)) if chain[i].parent != chain[i - 1].digest), len(chain)]
-        for start, stop in itertools.pairwise(starts):
-            session.follow(chain[start:stop])
-        self._node.sessions.refresh(session, self._node.clock())
+        self.attend(session, chain)
         if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
             session.enter(SessionState.ARCHIVING)
             self.archive(session)
         if session.attention.window_tokens:
             self._slide(session)
-        else:
-            for entry in chain:
-                if entry.is_cut:  # It is read with what comes before it.
+
+    def attend(self, session: Session, chain: Sequence[Entry]) -> None:
+        """Note that a session has read or written these blocks, in order, and attends to them.
+
+        A block without the one before it here begins a chain of its own, which has a head of its own. What the session
+        reads with what comes before it stays with that, whatever the windows of others have left behind.
+        """
+        if session.is_forgotten:
+            return
+        starts = [0, *(i for i in range(1, len(chain)) if chain[i].parent != chain[i - 1].digest), len(chain)]
+        window_blocks = session.attention.window_blocks(self._node.spec.compatibility.block_tokens)
+        for start, stop in itertools.pairwise(starts):
+            session.follow(chain[start:stop])
+            first = max(start, stop - window_blocks + 1) if window_blocks else start
+            for entry in chain[first:stop]:
+                if entry.is_cut and entry not in session.kept:
                     self._node.index.join(entry)
+        self._node.sessions.refresh(session, self._node.clock())
 
     def _slide(self, session: Session) -> None:
         """Let go of what a session has behind its sinks and before its window: that leaves first, but for anchors.
@@ -227,12 +235,13 @@ class Archiver:
     async def run(self) -> None:
         """Work the queues off until cancelled."""
         while True:
-            await self._wait()
+            if not self._waiting:
+                await self._wait()
             self._wake.clear()
-            while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-                rooms = self._demoter.rooms()
-                await asyncio.gather(*(self._demote(entry, priority, rooms) for entry, priority in batch))
+            batch = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
+            rooms = self._demoter.rooms()
+            await asyncio.gather(*(self._demote(entry, priority, rooms) for entry, priority in batch))
+            # After each batch: blocks may come as fast as they leave, and no session would ever have its turn.
             now_s = asyncio.get_running_loop().time()
             for session, attempt in tuple(self._sessions.items()):
                 if attempt.due_s <= now_s:

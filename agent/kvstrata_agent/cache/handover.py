@@ -215,10 +215,11 @@ class Follower:
             places = [self._place(owner, lease) for lease in leases]
             parts = min((run.parts for run, _ in places), default=have)
             left_s = ends_s - self._node.clock()
-            if parts > have or left_s <= 0 or not places:
-                break
+            growing = {id(run): run for run, _ in places if not run.is_over}
+            if parts > have or left_s <= 0 or not growing:
+                break  # Nothing comes any more to what is whole.
             wait = "waited"
-            waits = [asyncio.ensure_future(r.changed.wait()) for r in {id(r): r for r, _ in places}.values()]
+            waits = [asyncio.ensure_future(run.changed.wait()) for run in growing.values()]
             await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             for one in waits:
                 one.cancel()

@@ -140,11 +140,24 @@ class SessionLife:
         archiver.age(pruned)
         self._tell(session, None)
 
-    def forget(self, session: Session) -> None:
-        """Let go of a session whose scope is erased, and of what journal and directory know of it."""
-        self._expected.pop(session, None)
-        self._node.sessions.forget(session)
-        self._tell(session, None)
+    @property
+    def is_erasing(self) -> bool:
+        """True while the journal's file may hold sessions that were erased."""
+        return self._journal.has_erased
+
+    def scopes(self) -> set[ScopeId]:
+        """Tenants' own scopes of all sessions, those of earlier runs included."""
+        known = {s.secret.scope for s in self._node.sessions if s.secret is not None}
+        return known | self._journal.scopes()
+
+    def erase(self, scope: ScopeId) -> None:
+        """Let go of the sessions of a tenant's own scope, and of what journal and directory know of them."""
+        self._journal.erase(scope)
+        for session in tuple(self._node.sessions):
+            if session.secret is not None and session.secret.scope == scope:
+                self._expected.pop(session, None)
+                self._node.sessions.forget(session)
+                self._tell(session, None)
 
     def archived_heads(self) -> Iterator[tuple[str, bytes]]:
         """Scope and digest of each chain's end of the sessions that are archived, the last archived first."""
@@ -245,6 +258,7 @@ class SessionLife:
             session.state, session.priority, _parent(session), session.turns, session.urgency, returns_s,
             tuple((str(h.scope), h.digest) for h in heads), attention.sink_tokens, attention.window_tokens,
             attention.anchor_tokens, sum(h.is_kept for h in heads), tuple(h.blocks for h in heads),
+            str(session.secret.scope) if session.secret is not None else "",
         )  # fmt: skip
 
     def _remember(self, tenant: str, secret: ScopeSecret, name: str, past: Remembered) -> Session:

@@ -44,6 +44,7 @@ class Tenancy:
         self._life = life
         self._tenants: Tenants | None = None
         self._version = -1
+        self._swept_version = -1
         self._key_versions: Mapping[str, int] = {}
 
     def follow(self, tenants: Tenants) -> None:
@@ -71,11 +72,17 @@ class Tenancy:
         self.refresh()
         if self._tenants is None:
             return
-        for scope in self._node.index.scopes():
+        erasing, is_new = tuple(self._tenants.erasing()), self._version != self._swept_version
+        self._swept_version = self._version
+        for scope in self._scopes() if erasing or is_new else self._node.index.scopes():
             if self._tenants.is_superseded(scope):
                 self._erase(scope)
-        for tenant, _, _ in self._tenants.erasing():
+        for tenant, _, _ in erasing:
             self._drop(tenant, self._left_by_earlier_runs(tenant))
+
+    def _scopes(self) -> set[ScopeId]:
+        """Scopes of blocks that are here, of sessions, and of what is remembered of both."""
+        return {*self._node.index.scopes(), *self._node.history.scopes(), *self._life.scopes()}
 
     def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
         """See `ports.Tenants`; nothing where nobody is followed."""
@@ -86,11 +93,14 @@ class Tenancy:
         node = self._node
         if self._tenants is None or any(t.is_recovering for t in node.tiers):
             return []  # Nobody knows yet what an earlier run has left.
-        stale = {s.split("/")[1] for s in node.index.scopes() if self._tenants.is_superseded(s)}
+        erasing = tuple(self._tenants.erasing())
+        if not erasing or self._life.is_erasing:
+            return []
+        stale = {s.split("/")[1] for s in self._scopes() if self._tenants.is_superseded(s)}
         leaving = [*node.deferred_frees, *(e for e in self._mover.under_way if e.level == GONE)]
         return [
             (uid, version)
-            for tenant, uid, version in self._tenants.erasing()
+            for tenant, uid, version in erasing
             if tenant not in stale and not any(self._may_be_of(e, tenant) for e in leaving)
         ]
 
@@ -104,9 +114,7 @@ class Tenancy:
         for table in (node.leases, node.pins):
             node.end_leases(table.end_where(lambda lease: lease.entry.scope == scope))
         node.abandon(node.reservations.take_where(lambda r: r.entry.scope == scope))
-        for session in tuple(node.sessions):
-            if session.secret is not None and session.secret.scope == scope:
-                self._life.forget(session)
+        self._life.erase(scope)
         dropped = 0
         for entry in node.index.blocks(scope).entries():
             dropped += entry.is_published  # What is still coming in goes when it is here.

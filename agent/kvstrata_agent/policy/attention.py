@@ -24,6 +24,10 @@ class Attention:
         """Leading blocks that are always read."""
         return -(-self.sink_tokens // block_tokens)
 
+    def window_blocks(self, block_tokens: int) -> int:
+        """Blocks at the end of a chain that are always read; 0: all are."""
+        return -(-self.window_tokens // block_tokens)
+
     def passed(self, blocks: int, before: int | None, block_tokens: int) -> range:
         """Of so many blocks at the end of a chain, counted from its end back, those that are read no more.
 
@@ -31,7 +35,7 @@ class Attention:
         """
         if not self.window_tokens:
             return range(0)
-        first = min(blocks, -(-self.window_tokens // block_tokens))
+        first = min(blocks, self.window_blocks(block_tokens))
         sinks = 0 if before is None else max(0, self.sink_blocks(block_tokens) - before)
         return range(first, max(first, blocks - sinks))
 

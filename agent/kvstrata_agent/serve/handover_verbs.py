@@ -39,11 +39,13 @@ class HandoverVerbs:
         blocks_max(request.part_bytes, block_bytes)
 
     def begin(self, request: wire.Reserve, made: Sequence[Reservation | None]) -> Handover | None:
-        """Let readers who name the hand-over see what was reserved for it, part by part as it is written."""
-        spots = [r for r in made if r is not None]
-        if not spots:
+        """Let readers who name the hand-over see what was reserved for it, part by part as it is written.
+
+        None where nothing was reserved, or too many blocks grow on this node: the writer stores as usual then.
+        """
+        spots, growth = [r for r in made if r is not None], self._node.growth
+        if not spots or not growth.begin(spots, request.handover, request.part_bytes, self._node.clock()):
             return None
-        self._node.growth.begin(spots, request.handover, request.part_bytes, self._node.clock())
         return Handover(self._node.agent, self._node.epoch, request.handover)
 
     async def follow(self, call: AcquireCall) -> list[Read]:

@@ -362,9 +362,8 @@ class Verbs:
         reads = reads[:kept]
         blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
         if context.session is not None:
-            context.session.follow([r.lease.entry for r in reads])
+            self._cache.archiver.attend(context.session, [r.lease.entry for r in reads])
             now_s, lacking = self._node.clock(), len(request.digests) // KEY_BYTES - len(reads)
-            self._node.sessions.refresh(context.session, now_s)
             sources = Counter([r.source for r in reads])
             read = SessionEvent(Happened.LOAD, now_s, now_s, blocks=sources, lacking=lacking)
             self._node.sessions.log.note(context.session.key, read)

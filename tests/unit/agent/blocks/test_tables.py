@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.scratch import ScratchPool
+from kvstrata_agent.blocks import handovers
 from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.handovers import KEPT_S, GrowthTable
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.leases import LeaseTable
 from kvstrata_agent.blocks.node import NONCE_BITS, Node
+from kvstrata_agent.blocks.reservations import Reservation
 from kvstrata_agent.blocks.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
 from kvstrata_agent.fleet.directory import client as session_notes
 from kvstrata_agent.fleet.directory.client import SessionNotes
@@ -138,6 +141,46 @@ def test_a_session_has_a_bounded_number_of_heads(numbers: list[int]) -> None:
     for number in numbers:
         session.follow([entry(number)])
     assert len(session.heads) <= HEADS_MAX
+
+
+def growing(tenant: str, *numbers: int) -> list[Reservation]:
+    """Reservations of a tenant."""
+    found = [Reservation(n, 1, entry(n), cast("Any", None), cast("Any", None), 64, None, 30.0) for n in numbers]
+    for reservation in found:
+        reservation.entry.tenant = tenant
+    return found
+
+
+def test_finished_handovers_take_no_place_of_new_ones_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handovers, "BLOCKS_MAX", 4)
+    table = GrowthTable()
+    for first in range(0, 40, 4):
+        numbers = range(first, first + 4)
+        assert table.begin(growing("a", *numbers), str(first), 16, float(first))
+        assert table.growing == 4
+        for number in numbers:
+            table.whole(number, b"sum", float(first))
+    assert table.begin(growing("a", 40), "last", 16, 40.0)
+    assert len(table) == 5
+    assert [g.name for g in table.find("36", SCOPE, LAYOUT_ID, [entry(n).digest for n in range(36, 40)], 16)]
+    assert table.begin(growing("a", 41), "later", 16, 40.0 + KEPT_S)
+    assert len(table) == 2
+
+
+def test_who_has_most_blocks_that_grow_gives_its_oldest_handover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handovers, "BLOCKS_MAX", 8)
+    table = GrowthTable()
+    assert table.begin(growing("a", 1, 2, 3), "first", 16, 0.0)
+    assert table.begin(growing("a", 4, 5, 6), "second", 16, 0.0)
+    assert not table.begin(growing("a", 7, 8, 9), "third", 16, 0.0), "nobody has more"
+    assert table.begin(growing("b", 10, 11), "other", 16, 0.0)
+    assert table.begin(growing("b", 12), "more", 16, 0.0)
+    assert table.growing == 6
+    assert not table.find("first", SCOPE, LAYOUT_ID, [entry(1).digest], 16)
+    assert not table.advance(1, 1, 0, b"s" * 16), "its writer learns of it"
+    assert table.advance(1, 4, 0, b"s" * 16)
+    assert not table.begin(growing("b", *range(20, 29)), "more than there may be", 16, 0.0)
+    assert table.growing == 6
 
 
 def test_idle_sessions_make_way_and_open_ones_do_not() -> None:

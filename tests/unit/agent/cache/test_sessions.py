@@ -17,6 +17,7 @@ from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.quota import Rules
 from kvstrata_metadata.store.keys import session_digest
 from kvstrata_metadata.store.records import SessionRecord
 from support.agent.doubles import (
@@ -24,6 +25,7 @@ from support.agent.doubles import (
     LAYOUT_ID,
     SCOPE,
     Clock,
+    DeclaredTenants,
     DictBackend,
     TestCodecs,
     dict_tier,
@@ -413,3 +415,67 @@ async def test_what_is_stored_after_the_archive_is_archived_as_well(run: Run) ->
     assert session.state is SessionState.ARCHIVING
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
     assert "nvme" in run.tiers_of(2)
+
+
+@pytest.mark.parametrize("has_block", [True, False])
+async def test_an_erasure_reaches_sessions_whether_or_not_they_have_blocks_here(
+    tmp_path: Path, *, has_block: bool
+) -> None:
+    run = Run(low_tier(), tmp_path / "journal")
+    tenancy, life, node = run.core.cache.tenancy, run.core.cache.life, run.core.node
+    declared = DeclaredTenants(a=Rules())
+    tenancy.follow(declared)
+    session = run.open("s")
+    await run.store([1], session)
+    if not has_block:
+        run.core.cache.drop(run.place(), [digest(1)])
+    await life.tend()
+    declared.move_on("a")
+    tenancy.sweep()
+    assert not len(node.sessions)
+    assert not len(node.sessions.log)
+    assert not node.history.scopes()
+    assert not tenancy.erased(), "the file still has the session"
+    await life.tend()
+    assert tenancy.erased() == [("uid-a", 2)]
+    assert not list(loaded(tmp_path / "journal").latest())
+    await run.die()
+
+
+async def test_an_erasure_while_no_agent_ran_reaches_sessions_that_only_the_journal_has(tmp_path: Path) -> None:
+    first = Run(low_tier(), tmp_path / "journal")
+    first.open("s")
+    await first.die(is_killed=False)
+    assert list(loaded(tmp_path / "journal").latest())
+
+    second = Run(low_tier(), tmp_path / "journal")
+    declared = DeclaredTenants(a=Rules())
+    declared.move_on("a")
+    declared.wanted.clear()  # Others have confirmed it.
+    second.core.cache.tenancy.follow(declared)
+    second.core.cache.tenancy.sweep()
+    await second.core.cache.life.tend()
+    assert not list(loaded(tmp_path / "journal").latest())
+    await second.die()
+
+
+def loaded(path: Path) -> SessionJournal:
+    journal = SessionJournal(path)
+    journal.load()
+    return journal
+
+
+async def test_a_session_is_archived_however_many_blocks_of_others_wait(run: Run) -> None:
+    session = run.open("s")
+    await run.store([1, 2], session)
+    await run.store(list(range(100, 108)))
+    others = [entry for n in range(100, 108) if (entry := run.core.node.index.find(SCOPE, digest(n))) is not None]
+    archiver = run.core.cache.archiver
+    run.core.cache.life.finish(session, archive=True)
+    for _ in range(200):
+        archiver.demote_soon(others * 8, Priority.DEMOTE)
+        await asyncio.sleep(0)
+        if state_of(session) is SessionState.ARCHIVED:
+            break
+    assert archiver.waiting
+    assert state_of(session) is SessionState.ARCHIVED

@@ -149,6 +149,30 @@ async def test_who_attends_to_all_of_it_takes_the_cut_back(engine: Engine) -> No
     assert in_memory(engine, range(1, 1 + STREAMED)) == list(range(1, 1 + STREAMED - WINDOW)), "from its end"
 
 
+@pytest.mark.parametrize(("window", "stays"), [(0, range(1, 2 + STREAMED)), (8, range(STREAMED - 6, 2 + STREAMED))])
+async def test_who_reads_a_chain_and_decodes_loses_nothing_of_it_to_the_window_of_another(
+    engine: Engine, window: int, stays: range
+) -> None:
+    await engine.ask(opening())
+    await streamed(engine, range(1, 1 + STREAMED))
+    engine.low.capacity_bytes = 0  # What leaves memory is lost.
+    await engine.ask(opening("other", window=window))
+    await engine.release(await engine.acquire(*range(1, 1 + STREAMED), session="other"))
+    await engine.ask(wire.TouchSession(1, "other", "decoding"))
+    await streamed(engine, range(1 + STREAMED, 2 + STREAMED), "other")
+    for _ in range(3):
+        await made_room(engine, len(PASSED))
+    assert set(in_memory(engine, stays)) == set(stays)
+
+
+async def test_who_reads_its_own_anchors_again_leaves_what_is_between_them_behind(engine: Engine) -> None:
+    await engine.ask(opening(apart=APART))
+    await streamed(engine, range(1, 1 + STREAMED))
+    await engine.release(await engine.acquire(*ANCHORS, session="s"))
+    await made_room(engine, len(PASSED) - len(ANCHORS))
+    assert in_memory(engine, range(1, 1 + STREAMED)) == sorted({*KEPT, *ANCHORS})
+
+
 async def test_a_fork_and_the_next_run_attend_to_the_same(engine: Engine) -> None:
     await engine.ask(opening())
     await streamed(engine, range(1, 1 + STREAMED))

@@ -141,7 +141,7 @@ async def test_a_session_that_is_gone_guards_nothing_that_a_slow_request_brings_
     entry = engine.core.node.index.find(SCOPE, digest(1))
     assert session is not None
     assert entry is not None
-    engine.core.cache.life.forget(session)
+    engine.core.cache.life.erase(SCOPE)
     session.follow([entry])
 
     assert (entry.guards, entry.followers, tuple(session.heads)) == (None, None, ())
