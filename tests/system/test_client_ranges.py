@@ -56,6 +56,19 @@ def test_a_range_is_that_part_of_the_whole(agent: AgentThread, layers: range, wa
     assert np.array_equal(read, expected.reshape(BLOCKS, -1))
 
 
+def test_heads_of_a_layout_with_one_part_for_k_and_v_are_those_of_their_layer(agent: AgentThread) -> None:
+    latent = replace(WIDE, kv_parts=1)
+    data = DATA[:, : latent.block_bytes]
+    whole = data.reshape(BLOCKS, LAYERS, HEADS, -1)
+    with attached_client.attached(agent.socket, strict=True, layout=latent) as client:
+        assert PrefixCache(client).store(TOKENS, np.ascontiguousarray(data)).published == BLOCKS
+        for wanted in (range(1), range(1, 2), range(2)):
+            with PrefixCache(client).stream(TOKENS, heads=wanted) as stream:
+                for layer in range(LAYERS):
+                    expected = whole[:, layer, wanted.start : wanted.stop].reshape(BLOCKS, -1)
+                    assert np.array_equal(stream.read(range(layer, layer + 1)), expected)
+
+
 def test_nothing_is_leased_when_the_stream_has_ended(agent: AgentThread) -> None:
     with attached(agent.socket) as client:
         with PrefixCache(client).stream(TOKENS, blocks_max=3) as stream:

@@ -132,23 +132,23 @@ class HeadRange:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one part: a layer, or one head's K or V of a layer."""
+        """Bytes of one part: a layer, or what a layer has of one head as K or V, or as both together."""
         parts = self.layout.layers * (1 if self.heads is None else self.layout.kv_parts * self.layout.kv_heads)
         return self.layout.block_bytes // parts
 
     @property
     def layer_bytes(self) -> int:
         """Bytes wanted of each layer of a block."""
-        return self.part_bytes * (1 if self.heads is None else 2 * len(self.heads))
+        return self.part_bytes * (1 if self.heads is None else self.layout.kv_parts * len(self.heads))
 
     def parts(self, layers: range) -> Iterator[int]:
         """Numbers of the parts that make up layers, in the order of the block."""
         if self.heads is None:
             yield from layers
             return
-        for layer in layers:
-            for kv in range(2):
-                yield from ((2 * layer + kv) * self.layout.kv_heads + head for head in self.heads)
+        kv_parts = self.layout.kv_parts
+        for number in range(kv_parts * layers.start, kv_parts * layers.stop):
+            yield from (number * self.layout.kv_heads + head for head in self.heads)
 
 
 def check_range(name: str, wanted: range, limit: int) -> None:
