@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from kvstrata_api.units import MIB
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
+    from kvstrata_agent.backends.base import Columns
     from kvstrata_agent.backends.file.record_store import RecordStore
     from kvstrata_api.blocks import ScopeId
 
@@ -60,6 +61,7 @@ class _Part:
         self.name = name
         self.opener = opener
         self.store: RecordStore | None = None
+        """None while the device is absent: until what lies on it is known, its free places are not."""
         self.granted_bytes = 0
         """Its part of the tier's capacity."""
         self.health = DeviceHealth()
@@ -79,6 +81,12 @@ class _Part:
     def outside(self, slot: SlotRef) -> SlotRef:
         """Name a slot of this device for the tier's callers."""
         return SlotRef(self.extent(slot.extent), slot.offset, slot.size_bytes, slot.stamp)
+
+    def lack(self, cause: Exception) -> None:
+        """Be absent until a later try."""
+        if self.health.error != str(cause):
+            _log.warning("device cannot be opened", extra={"device": self.name, "cause": str(cause)})
+        self.store, self.health.error = None, str(cause)
 
     def settle(self, slot: SlotRef) -> None:
         """Note that a slot is written, or will not be."""
@@ -296,6 +304,10 @@ class StripedStore(OptionalCapabilities):
         """Divide another capacity; returns the extents that close. See `TierBackend`."""
         self._capacity_bytes = capacity_bytes
         await _divide(self._parts, capacity_bytes)
+        return await self._resize_parts()
+
+    async def _resize_parts(self) -> frozenset[int]:
+        """Resize the devices that are there to what they are granted; returns the extents that close."""
         closing: frozenset[int] = frozenset()
         for part in self._parts:
             if part.store is not None:
@@ -318,7 +330,7 @@ class StripedStore(OptionalCapabilities):
         return frozenset().union(*(p.extents(p.store.compact()) for p in self._parts if p.store is not None))
 
     async def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
-        """Blocks of earlier runs, device by device; one that cannot be read is reported and costs its own.
+        """Blocks of earlier runs, device by device; one that cannot be read is reported, and absent from then on.
 
         Raises `BackendFailedError` when none can.
         """
@@ -327,28 +339,39 @@ class StripedStore(OptionalCapabilities):
             if part.store is None:
                 continue
             try:
-                async for slot, record in part.store.recover():
-                    yield part.outside(slot), record
+                found = await _left_on(part.store)
             except BackendFailedError as e:
-                self._report(part, str(e))
-                part.health.write_failed(str(e), _now_s())
+                part.lack(e)
                 failed = e
+                continue
+            for slot, record in _each(found):
+                yield part.outside(slot), record
         if failed is not None and all(d.error for d in self.devices):
             raise failed
 
     async def recover_late(self) -> AsyncIterator[tuple[SlotRef, Record]]:
-        """Open what could not be opened before. See `StripedBackend`."""
+        """Try absent devices again. See `StripedBackend`.
+
+        The others give back what they were granted in the place of one that comes: `compact` names what closes there.
+        """
         late = [part for part in self._parts if part.store is None]
         if not late:
             return
         await _divide(self._parts, self._capacity_bytes)
         for part in late:
-            await _open(part)
-            if part.store is not None:
-                self._next_stamp = max(self._next_stamp, part.store.skip_stamps(0))
-                _log.info("device is there now", extra={"device": part.name})
-                async for slot, record in part.store.recover():
-                    yield part.outside(slot), record
+            try:
+                store = await part.opener(part.granted_bytes)
+                found = await _left_on(store)
+            except (InvalidInputError, BackendFailedError) as e:
+                part.lack(e)
+                continue
+            await store.resize(part.granted_bytes)  # The tier may have another capacity by now.
+            await self._resize_parts()
+            self._next_stamp = max(self._next_stamp, store.skip_stamps(0))
+            part.store, part.health = store, DeviceHealth()
+            _log.info("device is there now", extra={"device": part.name})
+            for slot, record in _each(found):
+                yield part.outside(slot), record
 
     @property
     def waiting(self) -> frozenset[bytes]:
@@ -393,22 +416,36 @@ async def open_striped(openers: Mapping[str, Opener], capacity_bytes: int) -> St
     """
     parts = tuple(_Part(i, name, opener) for i, (name, opener) in enumerate(openers.items()))
     shared = await _divide(parts, capacity_bytes)
-    failures = [e for e in [await _open(part) for part in parts] if e is not None]
+    failures: list[InvalidInputError] = []
+    for part in parts:
+        try:
+            part.store = await part.opener(part.granted_bytes)
+        except InvalidInputError as e:
+            part.lack(e)
+            failures.append(e)
     if len(failures) == len(parts):
         raise failures[0]
     return StripedStore(parts, capacity_bytes, shared)
 
 
-async def _open(part: _Part) -> InvalidInputError | None:
+async def _left_on(store: RecordStore) -> list[Columns]:
+    """Everything that earlier runs have left on a device; its store is closed when that cannot be told."""
+    async with AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(_let_go, store)
+        found = [columns async for columns in store.recover_columns()]
+        on_failure.pop_all()
+    return found
+
+
+async def _let_go(store: RecordStore) -> None:
     try:
-        part.store = await part.opener(part.granted_bytes)
-    except InvalidInputError as e:
-        if part.health.error != str(e):
-            _log.warning("device cannot be opened", extra={"device": part.name, "cause": str(e)})
-        part.health.error = str(e)
-        return e
-    part.health = DeviceHealth()
-    return None
+        await store.close()
+    except OSError as e:
+        _log.warning("device cannot be closed", extra={"cause": str(e)})
+
+
+def _each(extents: Iterable[Columns]) -> Iterator[tuple[SlotRef, Record]]:
+    return (pair for columns in extents for pair in columns.pairs())
 
 
 async def _divide(parts: tuple[_Part, ...], capacity_bytes: int) -> str:

@@ -1,17 +1,25 @@
 """Laws of a tier over several devices as the core sees it: a device that fails is named, and the tier goes on."""
 
 import asyncio
+import errno
+import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from sim.volume import MemoryVolume
 
 from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.file.devices import PAUSE_S, DirectoryRoom
 from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.striped import DEVICE_BITS, StripedStore, open_striped
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.provision.provisioner import RETRY_S
+from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.conditions import find
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
@@ -19,7 +27,8 @@ from kvstrata_api.tiers import TierType
 from kvstrata_telemetry.catalog import AGENT
 from support.agent.doubles import SCOPE, FakeAuthenticator
 from support.agent.provisioned import Provisioned
-from support.backends.contract import put
+from support.backends.contract import BLOCK_BYTES, BOB, content, fill, get, put
+from support.runner.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.unit
 
@@ -152,3 +161,123 @@ async def test_what_is_written_to_each_device_is_told_for_it(at: Node) -> None:
     assert all(written.values())
     assert devices == written
     assert tiers == {tier.name: sum(written.values())}, "once, however often it is looked at"
+
+
+class Rack:
+    """A tier over two devices in memory. The second may be absent, and is prepared before it is opened."""
+
+    def __init__(self) -> None:
+        self.volumes = [MemoryVolume(), MemoryVolume()]
+        self.is_absent = False
+        self.prepare: Callable[[MemoryVolume], object] = id
+
+    async def _open(self, number: int, part_bytes: int) -> RecordStore:
+        if number == 1 and self.is_absent:
+            raise InvalidInputError("/b: not mounted")
+        volume = self.volumes[number] = self.volumes[number].kill()
+        if number == 1:
+            self.prepare(volume)
+        return await open_store(volume, part_bytes)
+
+    async def tier(self) -> StripedStore:
+        return await open_striped({"/a": partial(self._open, 0), "/b": partial(self._open, 1)}, 8 * MIB)
+
+    async def killed(self, blocks: int, *, is_absent: bool = False) -> StripedStore:
+        """The tier of the run after one that has stored so many blocks and written no index."""
+        before = await self.tier()
+        for n in range(blocks):
+            await put(before, n)
+        self.is_absent = is_absent
+        tier = await self.tier()
+        self.is_absent = False
+        return tier
+
+
+async def found(slots: AsyncIterator[tuple[SlotRef, Record]]) -> dict[int, tuple[SlotRef, Record]]:
+    return {int.from_bytes(r.key.digest, "big"): (s, r) async for s, r in slots}
+
+
+def on_second(extents: Iterable[int]) -> set[int]:
+    return {extent for extent in extents if extent & (1 << DEVICE_BITS) - 1 == 1}
+
+
+def test_a_late_device_takes_no_blocks_before_its_recovery_has_ended() -> None:
+    async def scenario() -> None:
+        rack = Rack()
+        tier = await rack.killed(100, is_absent=True)
+        await found(tier.recover())
+        holds: list[asyncio.Event] = []
+        rack.prepare = lambda volume: holds.append(volume.hold("read_pages"))
+        recovery = asyncio.create_task(found(tier.recover_late()))
+        await asyncio.sleep(1)
+        assert rack.volumes[1].calls["read_pages"]
+
+        assert not on_second(slot.extent for slot in fill(tier, BOB))
+        assert not on_second(tier.extents_to_free(BOB, BLOCK_BYTES) | tier.compact())
+        assert not on_second(await tier.resize(MIB))
+        await tier.resize(8 * MIB)
+        holds[0].set()
+        late = await recovery
+
+        assert len(late) == 50
+        assert on_second([tier.reserve(BOB, BLOCK_BYTES).extent])
+        for n, held in late.items():
+            assert await get(tier, *held) == content(n)
+
+    run_virtually(scenario())
+
+
+def test_a_late_device_whose_recovery_fails_stays_absent_and_is_tried_again() -> None:
+    async def scenario() -> None:
+        rack = Rack()
+        tier = await rack.killed(300, is_absent=True)
+        await found(tier.recover())
+        rack.prepare = lambda volume: volume.fail("read_pages", errno.ENODEV, skip=9)
+
+        assert await found(tier.recover_late()) == {}
+        assert rack.volumes[1].is_closed
+        assert os.strerror(errno.ENODEV) in tier.devices[1].error
+        assert not on_second([(await put(tier, 1000))[0].extent])
+
+        rack.prepare = id
+        assert len(await found(tier.recover_late())) == 150
+        assert not any(d.error for d in tier.devices)
+
+    run_virtually(scenario())
+
+
+def test_a_device_whose_recovery_fails_takes_no_blocks_and_is_tried_again() -> None:
+    async def scenario() -> None:
+        rack = Rack()
+        rack.prepare = lambda volume: volume.fail("read_pages", errno.ENODEV)
+        tier = await rack.killed(100)
+
+        assert len(await found(tier.recover())) == 50
+        assert os.strerror(errno.ENODEV) in tier.devices[1].error
+        await asyncio.sleep(PAUSE_S)
+        assert not on_second(slot.extent for slot in fill(tier, BOB))
+
+        rack.prepare = id
+        assert len(await found(tier.recover_late())) == 50
+
+    run_virtually(scenario())
+
+
+def test_a_late_device_gets_what_the_others_were_granted_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rack = Rack()
+        second_bytes = MIB
+        monkeypatch.setattr(
+            "kvstrata_agent.backends.file.striped.measure_room",
+            lambda path: DirectoryRoom(ord(path.name), second_bytes if path.name == "b" else 1 << 40, 0),
+        )
+        tier = await rack.killed(0, is_absent=True)
+        assert [d.capacity_bytes for d in tier.devices] == [7 * MIB, 0]
+        second_bytes = 1 << 40
+
+        await found(tier.recover_late())
+
+        assert [d.capacity_bytes for d in tier.devices] == [4 * MIB, 4 * MIB]
+        assert tier.capacity_bytes == 8 * MIB
+
+    run_virtually(scenario())
