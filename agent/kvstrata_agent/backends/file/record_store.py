@@ -182,11 +182,13 @@ class RecordStore(OptionalCapabilities):
         io, table = self._io, self._state.table
         if self._clock() < io.full_until_s:
             raise TierFullError(io.last_error, delay_s=FULL_PAUSE_S)
-        # A disk that was full once gets back what is empty before it is asked for more.
-        empty = table.forget_empty() if io.full_until_s > float("-inf") else ()
+        if io.full_until_s > float("-inf"):
+            # A disk that was full once gets back what is empty before it is asked for more.
+            for extent in table.forget_empty():
+                io.delete(extent)
         self._fit_one_more(need_bytes)
         opening = table.open(scope, need_bytes)
-        for extent in (*empty, *opening.retired):
+        for extent in opening.retired:
             io.delete(extent)
         self._state.segments[opening.extent.id] = Segment.of(opening.extent, self._volume)
 

@@ -1,6 +1,7 @@
 """Laws of erasing dropped records: what waits and for how long; nothing does once its scope has no block left."""
 
 import asyncio
+import errno
 from array import array
 from collections.abc import Mapping
 
@@ -11,9 +12,10 @@ from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import SlotRef
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.segment_io import HOLD_S, plan_discards
+from kvstrata_agent.backends.file.segment_io import FULL_PAUSE_S, HOLD_S, plan_discards
 from kvstrata_agent.backends.slot_table import Extent
 from kvstrata_api.blocks import ScopeId
+from kvstrata_api.errors import BackendFailedError, TierFullError
 from support.backends.contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, put, record
 from support.runner.virtual_loop import run_virtually
 
@@ -123,6 +125,29 @@ def test_a_full_tier_that_turns_over_makes_and_removes_no_files() -> None:
             slots = slots[len(slots) // 2 :] + fresh
         assert {name for name in await volume.names() if name.startswith("seg-")} == before
         await store.close()
+
+    run_virtually(scenario())
+
+
+def test_what_a_scope_left_goes_with_a_slot_that_finds_no_room_on_a_disk_that_was_full_once() -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        store = await open_store(volume, CAPACITY_BYTES)
+        bob, _ = await put(store, 1, BOB)
+        volume.fail("create", errno.ENOSPC)
+        with pytest.raises(BackendFailedError):
+            await put(store, 2, ANNA)
+        await asyncio.sleep(FULL_PAUSE_S)
+        fill(store, ANNA)
+        left = f"seg-{bob.extent:08x}-"
+        store.drop(bob)
+
+        with pytest.raises(TierFullError):
+            store.reserve(ANNA, CAPACITY_BYTES // 4)
+        await asyncio.sleep(1)
+
+        assert not any(name.startswith(left) for name in await volume.names())
+        assert store.notes(bob.extent) is None
 
     run_virtually(scenario())
 
