@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from kvstrata_agent.backends.base import KeyAwayError
 from kvstrata_agent.backends.file.claim import NEW_SUFFIX
 from kvstrata_agent.backends.file.index_format import (
     BODY_OFFSET,
@@ -201,7 +202,7 @@ class IndexFile:
         self._taken = {s.name.id for s in chosen}
         try:
             body = Body(self._generation, next_segment, tuple(traits.kinds.known), tuple(map(_unlisted, chosen)))
-            whole, sealed = await _laid_out(body, chosen, traits, self._sealing)
+            whole, sealed = await _laid_out(body, chosen, traits, self._sealing, self._late)
             await in_thread(None, partial(seal, sealed, self._secret))
             await self._put_in_place(whole, {s.name.id: at for at, s in enumerate(chosen)})
         finally:
@@ -259,11 +260,12 @@ def _unlisted(segment: Segment) -> Listed:
 
 
 async def _laid_out(
-    body: Body, segments: Sequence[Segment], traits: Traits, sealing: EntrySealing | None
+    body: Body, segments: Sequence[Segment], traits: Traits, sealing: EntrySealing | None, late: set[int]
 ) -> tuple[memoryview, memoryview]:
     """Whole pages for a body with the entries of its segments, and the part of them that the seal goes over.
 
-    Others have their turn between two segments: who touches one from now on makes it a late one.
+    Others have their turn between two segments: who touches one from now on makes it a late one. So does the loss of
+    its key, which leaves nothing of it in the list.
     """
     extra_bytes = EXTRA_BYTES if sealing else 0
     head = body_head(body, sealing.tags(body) if sealing else (), extra_bytes)
@@ -275,7 +277,10 @@ async def _laid_out(
         entries = segment.entries(traits)
         end = at + len(entries) + extra_bytes
         if sealing:
-            sealing.seal(body.generation, Listed(segment.name, segment.scope, entries), whole[at:end])
+            try:
+                sealing.seal(body.generation, Listed(segment.name, segment.scope, entries), whole[at:end])
+            except KeyAwayError:
+                late.add(segment.name.id)
         else:
             whole[at:end] = entries
         at = end

@@ -100,7 +100,7 @@ class RecordStore(OptionalCapabilities):
         self._io = SegmentIo(self._state, volume, self._clock)
         self._recovery = Recovery(self._form, self._io, self._fit)
         self._transfers = Transfers(self._form, self._io)
-        self._is_closed = False
+        self._closing = asyncio.Lock()
         self._fit(0, 0)
         if table.capacity_bytes < HEADER_BYTES + DIRECT_BYTES:
             raise InvalidInputError(f"{volume.where}: capacity of {capacity_bytes} B holds no record")
@@ -266,12 +266,15 @@ class RecordStore(OptionalCapabilities):
         await self._recovery.forget(tag)
 
     async def close(self) -> None:
-        """Make drops durable, write the index, close all files and let go of the volume. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        await self._io.close()
-        await self._volume.close()
+        """Make drops durable, write the index, close all files and let go of the volume. Idempotent.
+
+        The files and the volume go also when the rest fails.
+        """
+        async with self._closing:
+            try:
+                await self._io.close()
+            finally:
+                await self._volume.close()
 
 
 async def open_store(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import MemoryAwayError, Record
-from kvstrata_agent.backends.threads import Apart, Later
+from kvstrata_agent.backends.threads import Apart, Later, together
 from kvstrata_api.errors import BackendFailedError, KvStrataError
 from kvstrata_api.units import KIB
 
@@ -176,6 +176,7 @@ class SegmentIo:
         self.last_error = ""
         self._clock = clock
         self._deletions: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
         self._discarding = Later(_DISCARD_DELAY_S, self._discard_due)
         self._indexing = Later(_INDEX_DELAY_S, self.write_index)
 
@@ -358,12 +359,19 @@ class SegmentIo:
             self.last_error = f"{self.volume.where}: index: {e.strerror or e}"
 
     async def close(self) -> None:
-        """Make drops durable, write the index, and close all files."""
+        """Make drops durable and write the index, once; close all files, whatever becomes of that."""
         self._discarding.stop()
         self._indexing.stop()
+        try:
+            if not self._is_stopped:
+                self._is_stopped = True
+                await self._settle()
+        finally:
+            await together([self.state.index.close(), *(s.close() for s in self.state.segments.values())])
+
+    async def _settle(self) -> None:
         await self.apart.settle()
         await self.discard()
         await self.settle_deletions()
         if self.state.segments:
             await self.write_index()
-        await asyncio.gather(self.state.index.close(), *(s.close() for s in self.state.segments.values()))

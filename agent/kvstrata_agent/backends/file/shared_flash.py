@@ -62,8 +62,10 @@ class SharedFlash(RecordStore):
 
     async def close(self) -> None:
         """Close our store and stop reading others. Idempotent."""
-        await super().close()
-        await self._others.close()
+        try:
+            await super().close()
+        finally:
+            await self._others.close()
 
 
 class OtherStores:

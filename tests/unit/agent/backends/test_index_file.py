@@ -1,5 +1,6 @@
 """Laws of the index: what is believed, what is not, and what a start finds with and without it."""
 
+import asyncio
 import itertools
 import random
 from contextlib import suppress
@@ -32,6 +33,7 @@ from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.backends.file.segment import SlotNotes, Traits
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import TierFullError
+from support.agent.scope_keys import KeyRing
 from support.backends.contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, get, put
 from support.runner.virtual_loop import run_virtually
 
@@ -164,6 +166,49 @@ def test_a_store_that_is_closed_unread_keeps_its_index() -> None:
         _, found = await _found(volume := volume.kill())
         assert found == set(range(20))
         assert volume.calls["read_pages"] == 0
+
+    run_virtually(scenario())
+
+
+def test_a_scope_whose_key_goes_while_the_index_is_written_is_left_to_its_headers_and_the_store_closes() -> None:
+    async def scenario() -> None:
+        volume, keys = MemoryVolume(), KeyRing(ANNA, BOB)
+        store = await open_store(volume, CAPACITY_BYTES, keys=keys)
+        for n in range(40):
+            await put(store, n, BOB if n == 39 else ANNA)
+        closing = asyncio.create_task(store.close())
+        while not store._state.index._taken:  # noqa: ASYNC110  Nothing tells when the list is taken.
+            await asyncio.sleep(0)
+        kept = keys.shred(BOB)
+        await closing
+        assert volume.is_closed
+
+        keys.known[BOB] = kept
+        volume = volume.kill()
+        store = await open_store(volume, CAPACITY_BYTES, keys=keys)
+        assert {int.from_bytes(r.key.digest, "big") async for _, r in store.recover()} == set(range(40))
+        assert volume.calls["read_pages"] == 1, "all others are listed"
+
+    run_virtually(scenario())
+
+
+def test_a_close_that_does_not_end_well_closes_the_files_and_the_volume() -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        store = await _filled(volume, 20)
+        hung = volume.hold("create")
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(1)
+        closing.cancel()
+        hung.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+        assert volume.is_closed
+        assert all(segment.file is None for segment in store._state.segments.values())
+        volume.is_closed = False
+        await store.close()
+        assert volume.is_closed
 
     run_virtually(scenario())
 
