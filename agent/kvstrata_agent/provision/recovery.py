@@ -39,16 +39,22 @@ _log = logging.getLogger(__name__)
 
 
 async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Record]]) -> int:
-    """Enter the blocks that an earlier run left in a tier; a second copy of a block in the same tier goes."""
+    """Enter the blocks that an earlier run left in a tier; a second copy of a block in the same tier goes.
+
+    What was found before a failure is entered: its medium has its slots.
+    """
     count = 0
     copies: list[Residence] = []
-    async for slot, record in found:
-        copies.append(Residence(tier, slot, record))
-        if len(copies) == RECOVER_YIELD_BLOCKS:
-            count += node.restore(copies)
-            copies.clear()
-            await asyncio.sleep(0)
-    return count + node.restore(copies)
+    try:
+        async for slot, record in found:
+            copies.append(Residence(tier, slot, record))
+            if len(copies) == RECOVER_YIELD_BLOCKS:
+                count += node.restore(copies)
+                copies.clear()
+                await asyncio.sleep(0)
+    finally:
+        count += node.restore(copies)
+    return count
 
 
 async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -> int:

@@ -46,6 +46,12 @@ class Found:
     unread: bytes = b""
     """Tag of the scope of headers that could not be opened; empty when there was none."""
 
+    async def close(self) -> None:
+        """Close its file, where that is open."""
+        file, self.file = self.file, None
+        if file is not None:
+            await file.close()
+
 
 @dataclass(frozen=True, slots=True)
 class Scan:
@@ -144,8 +150,7 @@ def adopt(found: Found, state: StoreState, volume: Volume) -> Segment:
 async def delete_all(volume: Volume, unwanted: list[Found]) -> None:
     """Remove segment files, durable on return."""
     for found in unwanted:
-        if found.file is not None:
-            await found.file.close()
+        await found.close()
         await volume.unlink(str(found.name))
     if unwanted:
         await volume.sync()
@@ -164,8 +169,8 @@ class Recovery:
     form: Form
     io: SegmentIo
     fit: Fit
-    _waiting: dict[bytes, list[Found]] = field(default_factory=dict)
-    """Segments whose headers could not be opened, by the tag of their scope."""
+    _waiting: dict[bytes, dict[SegmentName, Found]] = field(default_factory=dict)
+    """Segments whose headers could not be opened, by the tag of their scope; each until it is adopted or deleted."""
 
     @property
     def waiting(self) -> frozenset[bytes]:
@@ -175,7 +180,7 @@ class Recovery:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the segments that wait."""
-        return sum(f.name.size_bytes for found in self._waiting.values() for f in found)
+        return sum(name.size_bytes for found in self._waiting.values() for name in found)
 
     async def run(self) -> AsyncIterator[Columns]:
         """Adopt what an earlier run left, as far as it can be read; returns where the records lie."""
@@ -206,35 +211,51 @@ class Recovery:
         unwanted: list[Found] = []
         async for found in Scan(self.io.volume, self.form, body).segments(names):
             table.skip_extents(found.name.id + 1)
-            if await self._is_taken(found, unwanted):
+            if self._take(found, unwanted):
                 yield found
+            else:
+                await found.close()
         await delete_all(self.io.volume, unwanted)
 
     async def _resume(self, tag: bytes) -> AsyncGenerator[Found, None]:
-        """Scan again; what is no record of ours after all goes."""
+        """Scan again; what is no record of ours after all goes, and waits until it is deleted."""
         unwanted: list[Found] = []
         scan, names = Scan(self.io.volume, self.form, None), await self.io.volume.names()
-        for name in [f.name for f in self._waiting.pop(tag, ())]:
-            found = await scan.scan(name, names.get(str(name), 0))
-            if await self._is_taken(found, unwanted):
+        for waiting in self._of(tag):
+            found = await scan.scan(waiting.name, names.get(str(waiting.name), 0))
+            self._end_waiting(waiting)
+            if self._take(found, unwanted):
                 yield found
-        await delete_all(self.io.volume, unwanted)
+            else:
+                found.unread = found.unread or tag
+                self._wait(found)
+                await found.close()
+        await self._delete_waiting(unwanted)
 
     async def forget(self, tag: bytes) -> None:
         """Remove what waits for a key that is gone for good."""
         try:
-            await delete_all(self.io.volume, self._waiting.pop(tag, []))
+            await self._delete_waiting(self._of(tag))
         except OSError as e:
             raise self.io.fail(e) from e
-        finally:
-            self.fit(0, 0)
 
-    async def _is_taken(self, found: Found, unwanted: list[Found]) -> bool:
-        is_taken = self._take(found, unwanted)
-        if not is_taken and found.file is not None:
-            await found.file.close()
-            found.file = None
-        return is_taken
+    async def _delete_waiting(self, unwanted: list[Found]) -> None:
+        await delete_all(self.io.volume, unwanted)
+        for found in unwanted:
+            self._end_waiting(found)
+        self.fit(0, 0)
+
+    def _of(self, tag: bytes) -> list[Found]:
+        return list(self._waiting.get(tag, {}).values())
+
+    def _wait(self, found: Found) -> None:
+        self._waiting.setdefault(found.unread, {})[found.name] = found
+
+    def _end_waiting(self, found: Found) -> None:
+        waiting = self._waiting[found.unread]
+        del waiting[found.name]
+        if not waiting:
+            del self._waiting[found.unread]
 
     def _take(self, found: Found, unwanted: list[Found]) -> bool:
         """Adopt a segment, let it wait or note that nobody wants it; True when it was adopted."""
@@ -245,7 +266,7 @@ class Recovery:
             unwanted.append(found)
             return False
         if not found.blocks:
-            self._waiting.setdefault(found.unread, []).append(found)
+            self._wait(found)
             self.fit(0, 0)
             return False
         segment = adopt(found, self.io.state, self.io.volume)

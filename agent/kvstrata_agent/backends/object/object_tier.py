@@ -170,8 +170,8 @@ class ObjectStoreTier(OptionalCapabilities):
         self._client = client
         self._prefix = prefix
         self._form = form_of(secret, keys)
-        self._waiting: dict[bytes, list[tuple[str, int]]] = {}
-        """Path and size of objects whose headers could not be opened, by the tag of their scope."""
+        self._waiting: dict[bytes, dict[str, int]] = {}
+        """Size of objects by path whose headers could not be opened, by the tag of their scope."""
         self._slots = ObjectSlots(capacity_bytes, first_stamp=run * STAMPS_PER_RUN)
         self._paths: dict[int, str] = {}
         """Path of the object of each stamp that was written."""
@@ -338,34 +338,39 @@ class ObjectStoreTier(OptionalCapabilities):
 
     async def recover_waiting(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
         """Blocks that waited for a key. See `SealingBackend`."""
-        left = self._release(tag)
+        left = list(self._waiting.get(tag, {}).items())
         for first in range(0, len(left), _HEADERS_AT_A_TIME):
-            for found in await self._adopt_all(left[first : first + _HEADERS_AT_A_TIME]):
+            for found in await self._adopt_all(left[first : first + _HEADERS_AT_A_TIME], tag):
                 yield found
 
     async def forget_waiting(self, tag: bytes) -> None:
         """Delete what waits for a key. See `SealingBackend`."""
-        for path, _ in self._release(tag):
+        for path in tuple(self._waiting.get(tag, ())):
+            self._end_waiting(tag, path)
             self._delete_soon(path)
 
-    def _release(self, tag: bytes) -> list[tuple[str, int]]:
-        waiting = self._waiting.pop(tag, [])
-        self._slots.used_bytes -= sum(size_bytes for _, size_bytes in waiting)
-        return waiting
+    def _end_waiting(self, tag: bytes, path: str) -> None:
+        waiting = self._waiting[tag]
+        self._slots.used_bytes -= waiting.pop(path)
+        if not waiting:
+            del self._waiting[tag]
 
-    async def _adopt_all(self, batch: list[tuple[str, int]]) -> list[tuple[SlotRef, Record]]:
-        found = await asyncio.gather(*(self._adopt(path, size_bytes) for path, size_bytes in batch))
+    async def _adopt_all(self, batch: list[tuple[str, int]], tag: bytes | None = None) -> list[tuple[SlotRef, Record]]:
+        """Enter the records of objects; with `tag` they have waited for its key, and wait on where that fails."""
+        found = await asyncio.gather(*(self._adopt(path, size_bytes, tag) for path, size_bytes in batch))
         return [f for f in found if f is not None]
 
-    async def _adopt(self, path: str, size_bytes: int) -> tuple[SlotRef, Record] | None:
+    async def _adopt(self, path: str, size_bytes: int, tag: bytes | None) -> tuple[SlotRef, Record] | None:
         try:
             page = await self._client.get(path, 0, HEADER_BYTES) if size_bytes >= HEADER_BYTES else b""
         except BackendFailedError as e:
             self._last_error = str(e)
             return None
+        if tag is not None:
+            self._end_waiting(tag, path)
         header = self._form.header(page, _PLACE, _PLACE)
         if isinstance(header, Unread):
-            self._waiting.setdefault(header.scope_tag, []).append((path, size_bytes))
+            self._waiting.setdefault(header.scope_tag, {})[path] = size_bytes
             self._slots.used_bytes += size_bytes
             return None
         if header is None or not self._is_kept(path, size_bytes, *header):

@@ -1,6 +1,8 @@
 """Laws of sealed blocks whose key is away when their tier comes up, in every kind of store at rest."""
 
+import errno
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import pytest
 from sim.volume import MemoryVolume
@@ -13,7 +15,7 @@ from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.provision.recovery import AwaitedKeys
-from kvstrata_api.errors import BlockCorruptError
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from kvstrata_api.models.poolnode import NodeTier
 from support.agent.doubles import Clock, make_node
 from support.agent.scope_keys import KeyRing
@@ -175,4 +177,76 @@ async def test_latecomers_enter_blocks_when_their_key_comes_and_remove_them_when
     await latecomers.poll()
     assert store.waiting == frozenset()
     assert tier.recovered_blocks == 10
+    await store.close()
+
+
+class Away:
+    """A medium that fails for a moment."""
+
+    def __init__(self, medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._medium = medium
+        self._monkeypatch = monkeypatch
+
+    def fail(self, site: str, *, skip: int = 0) -> None:
+        self._medium.volume.fail(site, errno.EMFILE, skip=skip)
+        self._monkeypatch.setattr(ObjectClient, "get", self._refuse)
+
+    @staticmethod
+    async def _refuse(*_: object) -> bytes:
+        raise BackendFailedError("the store is away")
+
+    def come_back(self) -> None:
+        self._monkeypatch.undo()
+
+
+@pytest.fixture
+def away(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> Away:
+    return Away(medium, monkeypatch)
+
+
+async def test_what_waits_for_its_key_waits_on_when_the_medium_fails_for_a_moment(medium: Medium, away: Away) -> None:
+    keys, clock = KeyRing(ANNA, BOB), Clock()
+    store = await medium.open(keys)
+    for n in range(40):  # Several segments.
+        await put(store, n)
+    await store.close()
+    kept = keys.shred(ANNA)
+    store = await medium.open(keys)
+    node = make_node([], clock)
+    tier = Tier(NodeTier.model_validate({"name": "t", "type": "NVMe", "capacityBytes": 1}), 0, store, 1)
+    node.tiers.append(tier)
+    assert await found(store.recover()) == {}
+    latecomers = AwaitedKeys(node, keys)
+    keys.known[ANNA] = kept
+
+    away.fail("open", skip=1)
+    with suppress(BackendFailedError):
+        await latecomers.poll()
+    assert store.waiting == {kept.tag}
+    away.come_back()
+    await latecomers.poll()
+
+    assert store.waiting == frozenset()
+    assert len(node.index.blocks(ANNA)) == 40
+    await store.close()
+
+
+async def test_what_is_to_be_forgotten_is_forgotten_after_a_failure(medium: Medium, away: Away) -> None:
+    keys = KeyRing(ANNA, BOB)
+    await filled(medium, keys)
+    kept = keys.shred(ANNA)
+    store = await medium.open(keys)
+    await found(store.recover())
+
+    away.fail("unlink")
+    with suppress(BackendFailedError):
+        await store.forget_waiting(kept.tag)
+        assert medium.kind == "objects", "its deletions are tried until they are done"
+    away.come_back()
+    await store.forget_waiting(kept.tag)
+    await store.close()
+
+    keys.known[ANNA] = kept
+    store = await medium.open(keys)
+    assert set(await found(store.recover())) == set(range(1, 20, 2))
     await store.close()
