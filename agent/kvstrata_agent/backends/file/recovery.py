@@ -6,8 +6,8 @@ Sealed records whose key is not there wait, and are kept.
 import asyncio
 import errno
 import mmap
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -62,15 +62,26 @@ class Scan:
     body: Body | None
     """The index, without the segments that were touched since."""
 
-    async def segments(self, names: Mapping[str, int]) -> AsyncIterator[Found]:
-        """What each segment file holds, newest segment first. `names` are the volume's."""
+    async def segments(self, names: Mapping[str, int]) -> AsyncGenerator[Found, None]:
+        """What each segment file holds, newest segment first. `names` are the volume's.
+
+        What is returned has to be closed by its user; all others are closed when this ends.
+        """
         listed = {s.name: s for s in self.body.listed} if self.body else {}
         files = sorted((n for n in map(parse_name, names) if n is not None), key=lambda n: -n.id)
         for start in range(0, len(files), _AT_A_TIME):
             batch = files[start : start + _AT_A_TIME]
             scans = (self.scan(name, names[str(name)], listed.get(name)) for name in batch)
-            for found in await asyncio.gather(*scans):
-                yield found
+            ends = await asyncio.gather(*scans, return_exceptions=True)
+            left = [end for end in ends if isinstance(end, Found)]
+            try:
+                for end in ends:
+                    if isinstance(end, BaseException):
+                        raise end
+                while left:
+                    yield left.pop(0)
+            finally:
+                await _let_go(left)
 
     async def scan(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
         """What one segment file holds, by the index when that lists it."""
@@ -87,6 +98,7 @@ class Scan:
         except OSError as e:
             found.is_bad = True
             if e.errno not in _MEDIA_ERRORS:
+                await _let_go([found])
                 raise
         return found
 
@@ -126,6 +138,13 @@ class Scan:
                     await found.file.read_pages([offset], page)
                 except OSError:
                     page[:] = bytes(HEADER_BYTES)
+
+
+async def _let_go(unused: Iterable[Found]) -> None:
+    """Close files that nobody uses: a failure of that changes nothing."""
+    for found in unused:
+        with suppress(OSError):
+            await found.close()
 
 
 def _belongs(found: Found, uses: Sequence[tuple[int, int, Record]], record: Record) -> bool:
@@ -209,12 +228,13 @@ class Recovery:
         self.io.state.traits.kinds.extend(body.kinds if body else ())
         table.skip_extents(body.next_segment if body else 0)
         unwanted: list[Found] = []
-        async for found in Scan(self.io.volume, self.form, body).segments(names):
-            table.skip_extents(found.name.id + 1)
-            if self._take(found, unwanted):
-                yield found
-            else:
-                await found.close()
+        async with aclosing(Scan(self.io.volume, self.form, body).segments(names)) as segments:
+            async for found in segments:
+                table.skip_extents(found.name.id + 1)
+                if self._take(found, unwanted):
+                    yield found
+                else:
+                    await found.close()
         await delete_all(self.io.volume, unwanted)
 
     async def _resume(self, tag: bytes) -> AsyncGenerator[Found, None]:

@@ -1,11 +1,12 @@
 """Laws of the volumes: what is durable when a call returns, and what a hung medium holds up."""
 
 import asyncio
+import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.file.claim import replace
 from kvstrata_agent.backends.file.engine import open_volume
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.nixl import NixlFile
-from kvstrata_agent.backends.file.posix import PosixVolume
+from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.backends.file.transfers import is_direct
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from support.backends.contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, content, fill, get, put, record
+from support.backends.record_stores import buffered_store
 from support.runner.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.unit
@@ -159,6 +162,41 @@ async def test_a_volume_lists_what_is_there_and_makes_nothing_twice(tmp_path: Pa
     assert sorted(await volume.names()) == ["a", "directory"]
     await volume.close()
     assert isinstance(volume, PosixVolume)
+
+
+def open_below(directory: Path) -> set[Path]:
+    """Files below a directory that this process has open."""
+    opened = {link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    return {file for file in opened if file.is_relative_to(directory)}
+
+
+@pytest.mark.parametrize("site", ["open", "read_pages"])
+async def test_a_recovery_that_fails_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str
+) -> None:
+    store = await buffered_store(tmp_path, CAPACITY_BYTES)
+    for n in range(100):
+        await put(store, n)
+    await store.close()
+    (tmp_path / INDEX_FILE).unlink()
+    calls = 0
+
+    async def fail(call: Callable[..., Awaitable[object]], *given: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return await call(*given)
+
+    of = PosixVolume if site == "open" else PosixFile
+    monkeypatch.setattr(of, site, partialmethod(partial(fail, getattr(of, site))))
+    store = await buffered_store(tmp_path, CAPACITY_BYTES)
+    with pytest.raises(BackendFailedError):
+        [found async for found in store.recover()]
+    await store.close()
+
+    assert calls > 8, "in the second batch"
+    assert not open_below(tmp_path)
 
 
 def _aligned(number: int) -> memoryview:
