@@ -236,10 +236,10 @@ class SegmentIo:
         gone = next((s for s in slots if segment is None or segment.deferred_drops.get(s.offset) == s), None)
         if segment is None or gone is not None:
             raise BackendFailedError(f"segment {slots[0].extent} is gone: slot at {slots[0].offset} was dropped")
-        if not segment.is_made and self._deletions:
-            await asyncio.wait(self._deletions)  # Their bytes are given back before new ones are taken.
         try:
             with segment.using(is_writing=is_writing), segment.moving([slot.offset for slot in slots]):
+                if not segment.is_made and self._deletions:
+                    await asyncio.wait(self._deletions)  # Their bytes are given back before new ones are taken.
                 yield segment, await segment.opened()
         except OSError as e:
             if e.errno == errno.EFAULT:

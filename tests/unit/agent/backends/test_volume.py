@@ -21,7 +21,7 @@ from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.backends.file.transfers import is_direct
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
-from support.backends.contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, content, fill, get, put, record
+from support.backends.contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
 from support.backends.record_stores import buffered_store
 from support.runner.virtual_loop import run_virtually
 
@@ -239,6 +239,33 @@ def test_a_hung_write_holds_up_no_cancelled_caller_and_keeps_its_slot_and_buffer
         assert store.used_bytes == used_bytes - slot.size_bytes
         after = store.reserve(ANNA, BLOCK_BYTES)
         assert (after.extent, after.offset) == (slot.extent, slot.offset)
+
+    run_virtually(scenario())
+
+
+def test_a_cancelled_write_that_waits_for_deletions_keeps_its_slot_and_leaves_no_file() -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        store = await open_store(volume, CAPACITY_BYTES)
+        bob, _ = await put(store, 1, BOB)
+        hung = volume.hold("unlink")
+        store.drop(bob)
+        await asyncio.sleep(1)
+        slot = store.reserve(ANNA, BLOCK_BYTES)
+        stored = _loose(BLOCK_BYTES)
+        writing = asyncio.create_task(store.write(slot, record(2, stored, slot), stored))
+        await asyncio.sleep(1)
+        writing.cancel()
+        await asyncio.wait([writing])
+        store.drop(slot)
+        await asyncio.sleep(1)
+
+        other = store.reserve(ANNA, BLOCK_BYTES)
+        assert (other.extent, other.offset) != (slot.extent, slot.offset)
+        store.drop(other)
+        hung.set()
+        await asyncio.sleep(2)
+        assert not any(name.startswith("seg-") for name in await volume.names())
 
     run_virtually(scenario())
 
