@@ -62,9 +62,13 @@ class SegmentName:
 
 
 def parse_name(name: str) -> SegmentName | None:
-    """Read a segment's file name; None for other files."""
+    """Read a segment's file name; None for any other, also where it only looks like one."""
     match = _NAME.fullmatch(name)
-    return SegmentName(*(int(g, 16) for g in match.groups())) if match else None
+    if match is None:
+        return None
+    found = SegmentName(*(int(g, 16) for g in match.groups()))
+    has_slots = found.slots > 0 and found.stride_bytes > 0 and found.stride_bytes % DIRECT_BYTES == 0
+    return found if has_slots and str(found) == name else None
 
 
 _MAP: Final = struct.Struct("<8sQQ")

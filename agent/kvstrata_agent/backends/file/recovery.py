@@ -15,7 +15,7 @@ from kvstrata_agent.backends.base import Columns, Record
 from kvstrata_agent.backends.file.index_format import Body, Listed, SegmentName, parse_name, unpack_entries
 from kvstrata_agent.backends.file.segment import Segment
 from kvstrata_agent.backends.file.segment_io import SegmentIo, StoreState
-from kvstrata_agent.backends.file.volume import Volume, VolumeFile
+from kvstrata_agent.backends.file.volume import NO_FILE, Volume, VolumeFile
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form, Unread
 from kvstrata_agent.backends.recovered import columns_of
 from kvstrata_agent.backends.slot_table import NOBODY
@@ -68,7 +68,8 @@ class Scan:
         What is returned has to be closed by its user; all others are closed when this ends.
         """
         listed = {s.name: s for s in self.body.listed} if self.body else {}
-        files = sorted((n for n in map(parse_name, names) if n is not None), key=lambda n: -n.id)
+        there = (parse_name(name) for name, size_bytes in names.items() if size_bytes != NO_FILE)
+        files = sorted((name for name in there if name is not None), key=lambda n: -n.id)
         for start in range(0, len(files), _AT_A_TIME):
             batch = files[start : start + _AT_A_TIME]
             scans = (self.scan(name, names[str(name)], listed.get(name)) for name in batch)
@@ -227,10 +228,10 @@ class Recovery:
         body = await self.io.state.index.load()
         self.io.state.traits.kinds.extend(body.kinds if body else ())
         table.skip_extents(body.next_segment if body else 0)
+        table.skip_extents(max((name.id + 1 for name in map(parse_name, names) if name is not None), default=0))
         unwanted: list[Found] = []
         async with aclosing(Scan(self.io.volume, self.form, body).segments(names)) as segments:
             async for found in segments:
-                table.skip_extents(found.name.id + 1)
                 if self._take(found, unwanted):
                     yield found
                 else:

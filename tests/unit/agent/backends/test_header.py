@@ -15,10 +15,12 @@ from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import FORMAT, SEALED_FORMAT, STORE_FILE, Claim, start_run
 from kvstrata_agent.backends.file.engine import open_volume
 from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, pack_header, unpack_header
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.errors import InvalidInputError
-from support.backends.record_stores import claimed
+from support.backends.contract import CAPACITY_BYTES, put
+from support.backends.record_stores import buffered_store, claimed
 
 pytestmark = pytest.mark.unit
 
@@ -109,12 +111,47 @@ def test_names_that_do_not_fit_are_refused_with_the_limit(bad: Record) -> None:
         pack_header(bad, SLOT, SECRET)
 
 
-@given(st.integers(0, 1 << 40), st.integers(1, 1 << 30), st.integers(1, 1 << 20))
-def test_segment_names_round_trip(number: int, stride_bytes: int, slots: int) -> None:
-    name = SegmentName(number, stride_bytes, slots)
+@given(st.integers(0, 1 << 40), st.integers(1, 1 << 18), st.integers(1, 1 << 20))
+def test_segment_names_round_trip(number: int, pages: int, slots: int) -> None:
+    name = SegmentName(number, pages * DIRECT_BYTES, slots)
 
     assert parse_name(str(name)) == name
     assert parse_name(f"{name}.bak") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seg-00000009-0-1.kv",
+        "seg-00000009-4000-0.kv",
+        "seg-00000009-4001-40.kv",
+        "seg-00000009-04000-40.kv",
+        "seg-00000009-4000-040.kv",
+        "seg-000000009-4000-40.kv",
+    ],
+)
+def test_what_no_store_calls_a_segment_is_none(name: str) -> None:
+    assert parse_name(name) is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+async def test_what_has_the_name_of_a_segment_and_is_no_file_is_left_alone(tmp_path: Path, kind: str) -> None:
+    store = await buffered_store(tmp_path, CAPACITY_BYTES)
+    kept, _ = await put(store, 1)
+    await store.close()
+    stride_bytes = kept.size_bytes
+    odd = tmp_path / str(SegmentName(kept.extent + 1, stride_bytes, CAPACITY_BYTES // 32 // stride_bytes))
+    if kind == "folder":
+        odd.mkdir()
+    else:
+        odd.symlink_to("/nowhere")
+
+    store = await buffered_store(tmp_path, CAPACITY_BYTES)
+    assert [record.key.digest for _, record in [found async for found in store.recover()]] == [(1).to_bytes(20, "big")]
+    for n in range(2, 20):
+        await put(store, n)
+    await store.close()
+    assert odd.is_symlink() or odd.is_dir()
 
 
 async def _claim_once(root: Path, pool: str, node: str) -> Claim:
