@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvstrata_agent.backends.base import MediumIntactError
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.units import MIB
 
@@ -96,12 +97,17 @@ class BoundedBuffers:
 
     @asynccontextmanager
     async def lend(self, size_bytes: int) -> AsyncIterator[Loan]:
-        """Borrow a buffer of `size_bytes`, rounded up to the alignment; waits while all are in use."""
+        """Borrow a buffer of `size_bytes`, rounded up to the alignment; waits while all are in use.
+
+        Raises `MediumIntactError` when there is no memory for it.
+        """
         size = round_up(size_bytes, _PAGE_BYTES)
         await self._permits.acquire()
-        buffer = self._free.pop() if self._free else scratch(size)
-        if len(buffer) < size:
-            buffer = scratch(size)
+        try:
+            buffer = self._take(size)
+        except OSError as e:
+            self._permits.release()
+            raise MediumIntactError(f"no memory for a buffer of {size} B: {e.strerror or e}") from e
         loan = Loan(memoryview(buffer)[:size])
         try:
             yield loan
@@ -110,6 +116,10 @@ class BoundedBuffers:
                 self._give_back(buffer)
             else:
                 loan.user.add_done_callback(lambda _: self._give_back(buffer))
+
+    def _take(self, size_bytes: int) -> mmap.mmap:
+        kept = self._free.pop() if self._free else None
+        return kept if kept is not None and len(kept) >= size_bytes else scratch(size_bytes)
 
     def _give_back(self, buffer: mmap.mmap) -> None:
         self._free.append(buffer)

@@ -1,12 +1,17 @@
 """Memory that blocks pass through: aligned, long enough, in huge pages, and not a child's."""
 
+import asyncio
 import ctypes
+import errno
+import mmap
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from kvstrata_agent.backends.scratch import HUGE_BYTES, scratch
+from kvstrata_agent.backends.base import MediumIntactError
+from kvstrata_agent.backends.scratch import HUGE_BYTES, BoundedBuffers, scratch
 from kvstrata_api.units import KIB
 
 pytestmark = pytest.mark.unit
@@ -42,3 +47,21 @@ def test_a_child_does_not_have_scratch_memory() -> None:
     memory = scratch(HUGE_BYTES)
 
     assert "dc" in advised(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+async def test_memory_that_the_kernel_refuses_is_an_error_and_takes_no_buffer_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    buffers = BoundedBuffers()
+    with monkeypatch.context() as patched:
+        patched.setattr(mmap, "mmap", refuse)
+        for _ in range(100):
+            with pytest.raises(MediumIntactError, match=f"8192 B: {os.strerror(errno.ENOMEM)}"):
+                async with asyncio.timeout(5), buffers.lend(8 * KIB - 1):
+                    pass
+
+    async with asyncio.timeout(5), buffers.lend(8 * KIB) as loan:
+        assert len(loan.view) == 8 * KIB
