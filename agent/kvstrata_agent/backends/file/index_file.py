@@ -6,6 +6,7 @@ map that marks all that was touched since the list was taken.
 """
 
 import asyncio
+import logging
 import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -41,6 +42,8 @@ _PIECE_BYTES: Final = 8 * MIB
 """Written at a time: large enough for the disk, small enough to leave it to others in between."""
 
 GENERATIONS_PER_RUN: Final = 1 << 32
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +188,7 @@ class IndexFile:
         except OSError:
             self._failure = error  # It may still be found: what it lists must not change any more.
             raise error from None
-        await self._close_maps()
+        await _close(self._give_up_maps())
 
     async def replace(self, segments: Iterable[Segment], traits: Traits, next_segment: int) -> None:
         """Write what `segments` hold now as the new index, durable on return.
@@ -237,9 +240,9 @@ class IndexFile:
             await self._volume.rename(new_name, INDEX_FILE)
             self._maps.append(made)
             await self._volume.sync()
-            self._maps.remove(made)
-            await self._close_maps()
+            replaced = [known for known in self._maps if known is not made]
             self._maps, self._failure = [made], None
+            await _close(replaced)
         finally:  # From here on the maps in force are all that counts.
             self._taken, self._late, self._is_sealed = set(), set(), False
             self._switched.set()
@@ -247,12 +250,21 @@ class IndexFile:
     async def close(self) -> None:
         """Let go of the files."""
         async with self._turn:
-            await self._close_maps()
+            await _close(self._give_up_maps())
 
-    async def _close_maps(self) -> None:
+    def _give_up_maps(self) -> list[_Map]:
+        """Have no index in force; returns those that were."""
         maps, self._maps = self._maps, []
-        for known in maps:
+        return maps
+
+
+async def _close(maps: Iterable[_Map]) -> None:
+    """Close index files that count no more: a failure of that changes nothing."""
+    for known in maps:
+        try:
             await known.file.close()
+        except OSError as e:
+            _log.warning("old index cannot be closed", extra={"cause": str(e)})
 
 
 def _unlisted(segment: Segment) -> Listed:

@@ -1,7 +1,9 @@
 """Laws of the index: what is believed, what is not, and what a start finds with and without it."""
 
 import asyncio
+import errno
 import itertools
+import os
 import random
 from contextlib import suppress
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim.volume import MemoryVolume
+from sim.volume import MemoryFile, MemoryVolume
 
 from kvstrata_agent.backends.base import IDENTITY, Record, SlotRef, identity_of
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
@@ -188,6 +190,29 @@ def test_a_scope_whose_key_goes_while_the_index_is_written_is_left_to_its_header
         store = await open_store(volume, CAPACITY_BYTES, keys=keys)
         assert {int.from_bytes(r.key.digest, "big") async for _, r in store.recover()} == set(range(40))
         assert volume.calls["read_pages"] == 1, "all others are listed"
+
+    run_virtually(scenario())
+
+
+def test_an_old_index_that_cannot_be_closed_takes_no_mark_away_from_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(_: MemoryFile) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        store = await _filled(volume, 20)
+        await store.write_index()
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryFile, "close", fail)
+            await store.write_index()
+        assert store.last_error == ""
+        for n in range(20, 30):
+            await put(store, n, ANNA)
+
+        _, found = await _found(volume.crash())
+        assert found == set(range(30))
 
     run_virtually(scenario())
 
