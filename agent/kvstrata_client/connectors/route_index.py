@@ -42,6 +42,12 @@ SILENT_S: Final = 0.6
 _ROOT: Final = 0
 _REACHES: Final = len(Reach)
 _ALL: Final = (1 << _REACHES) - 1
+_COUNT_BITS: Final = 32
+"""Of the names that a page has in one reach."""
+_ONES_OF: Final = tuple(
+    sum(1 << _COUNT_BITS * r for r in range(_REACHES) if reaches >> r & 1) for reaches in range(1 << _REACHES)
+)
+"""One for each reach of a set of them."""
 _FEW: Final = 16
 """Bits that are faster taken one by one."""
 
@@ -102,6 +108,11 @@ class RouteIndex:
         self._free: list[int] = []
         self._held: list[dict[int, tuple[int, int]]] = []
         """Of each engine: pages by its own hash, with the reaches that it has them in, a bit each."""
+        self._copies: list[dict[int, int]] = []
+        """Of each engine and page: by how many hashes it has it in each reach, `_COUNT_BITS` for each.
+
+        What hashes tell apart and events do not, a salt or a picture, is one page here.
+        """
         self._known = 0
         """As in a page: all bits of engines of which all is known that they have."""
         self._waiting_s = np.zeros(0)
@@ -202,6 +213,7 @@ class RouteIndex:
                 bit = len(self._names)
                 self._names.append(engine)
                 self._held.append({})
+                self._copies.append({})
                 self._waiting_s = np.append(self._waiting_s, 0.0)
             self._waiting_s[bit] = 0.0
             self._engines[engine] = bit
@@ -229,13 +241,16 @@ class RouteIndex:
                     self.counts[FULL] += len(event.pages) - i
                     return
                 found = self._add(key)
-            if old is not None and old[0] != found:  # Two pages of equal bits: the later one counts.
-                self._take(bit, old[0], 0)
-                old = None
             number = found
-            reaches = (old[1] if old is not None else 0) | 1 << event.reach
-            held[name] = (number, reaches)
-            self._take(bit, number, reaches)
+            reach = 1 << event.reach
+            if old is not None and old[0] == found:
+                held[name] = (found, old[1] | reach)
+                self._copied(bit, found, reach & ~old[1], 0)
+            else:
+                held[name] = (found, reach)
+                self._copied(bit, found, reach, 0)
+                if old is not None:  # Two pages of equal bits: the later one counts.
+                    self._copied(bit, old[0], 0, old[1])
             self.counts[STORED] += 1
 
     def _remove(self, bit: int, name: int, reach: Reach) -> None:
@@ -244,16 +259,17 @@ class RouteIndex:
         if old is None:
             return
         number, reaches = old
-        reaches &= ~(1 << reach)
-        if reaches:
-            held[name] = (number, reaches)
+        left = reaches & ~(1 << reach)
+        if left:
+            held[name] = (number, left)
         else:
             del held[name]
-        self._take(bit, number, reaches)
+        self._copied(bit, number, 0, reaches & ~left)
 
     def _clear(self, bit: int) -> None:
-        held, self._held[bit] = self._held[bit], {}
-        for number, _ in held.values():
+        self._held[bit].clear()
+        copies, self._copies[bit] = self._copies[bit], {}
+        for number in copies:
             self._take(bit, number, 0)
 
     def _add(self, key: tuple[int, str, bytes]) -> int:
@@ -264,13 +280,24 @@ class RouteIndex:
             self._pages[key[0]].children += 1
         return self._serial
 
-    def _take(self, bit: int, number: int, reaches: int) -> None:
-        """Set in which reaches an engine has a page; one that nobody has and nothing continues is forgotten."""
-        page = self._pages.get(number)
-        if page is None:
-            return
-        place, nearest = _REACHES * bit, reaches & -reaches
-        page.has = page.has & ~(_ALL << place) | ((_ALL & -nearest) << place if reaches else 0)
+    def _copied(self, bit: int, number: int, gained: int, lost: int) -> None:
+        """Note in which reaches a page got a name or lost one, a bit each."""
+        copies = self._copies[bit]
+        count = copies.get(number, 0) + _ONES_OF[gained] - _ONES_OF[lost]
+        if count:
+            copies[number] = count
+        else:
+            del copies[number]
+        self._take(bit, number, count)
+
+    def _take(self, bit: int, number: int, count: int) -> None:
+        """Set where an engine has a page by its count; one that nobody has and nothing continues is forgotten."""
+        page = self._pages[number]
+        place = _REACHES * bit
+        page.has &= ~(_ALL << place)
+        if count:
+            nearest = ((count & -count).bit_length() - 1) // _COUNT_BITS
+            page.has |= (_ALL & -1 << nearest) << place
         while not page.has and not page.children:
             del self._pages[number], self._numbers[page.key]
             number = page.key[0]

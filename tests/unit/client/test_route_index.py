@@ -109,6 +109,76 @@ def test_what_continues_the_unknown_and_what_finds_no_room_is_counted_and_not_na
     assert (index.route(asked(0, 8), COSTS)[0].engine, index.pages) == ("b", 3)
 
 
+def test_a_page_of_two_hashes_is_there_until_the_last_of_them_has_gone() -> None:
+    index = known("a")
+    index.learn("a", stored(0, 1))
+    index.learn("a", stored(0, 1, seed=1, reach=Reach.MEMORY))
+    index.learn("a", PagesRemoved((0,), Reach.ENGINE))
+    assert index.route(asked(0, 8), COSTS)[0][:3] == ("a", 1, 0)
+
+    index.learn("a", stored(1, 1, seed=1))
+    index.learn("a", PagesRemoved((10_000,), Reach.ENGINE))
+    assert index.route(asked(0, 8), COSTS)[0][:3] == ("a", 2, 0), "it was not there so near"
+    index.learn("a", PagesRemoved((10_000,), Reach.MEMORY))
+    assert index.route(asked(0, 8), COSTS)[0].pages == 0
+    index.learn("a", PagesRemoved((10_001,), Reach.ENGINE))
+    assert (index.pages, index.held("a")) == (0, {})
+
+
+def test_a_hash_that_moves_to_the_page_before_its_own_keeps_that_one() -> None:
+    index = known("a")
+    index.learn("a", stored(0, 2))
+    index.learn("a", PagesRemoved((0,), Reach.ENGINE))
+    index.learn("a", PagesStored((1,), None, tuple(tokens_of(0, 1)), Reach.ENGINE))
+    index.learn("a", PagesStored((2,), 1, tuple(tokens_of(0, 2)[TOKENS:]), Reach.ENGINE))
+
+    assert (index.route(asked(0, 8), COSTS)[0].pages, index.pages) == (2, 2)
+    index.clear("a")
+    assert index.pages == 0
+
+
+HASHES: Final = st.integers(0, 3)
+REACHES: Final = st.sampled_from([Reach.ENGINE, Reach.MEMORY])
+PAGE_EVENTS: Final = st.one_of(
+    st.builds(
+        lambda name, parent, tokens, reach: PagesStored((name,), parent, (tokens,) * TOKENS, reach),
+        HASHES, st.one_of(st.none(), HASHES), st.integers(0, 1), REACHES,
+    ),
+    st.builds(lambda name, reach: PagesRemoved((name,), reach), HASHES, REACHES),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), PAGE_EVENTS), max_size=30))
+def test_whatever_hashes_share_pages_what_is_held_is_named_and_nothing_is_left_behind(
+    events: list[tuple[str, PagesStored | PagesRemoved]],
+) -> None:
+    index = known("a", "b")
+    prompts: dict[tuple[str, int], tuple[int, ...]] = {}
+    """What a hash stands for in an engine, by the event that named it last."""
+    for engine, event in events:
+        held = index.held(engine)
+        index.learn(engine, event)
+        if isinstance(event, PagesStored) and (event.parent is None or event.parent in held):
+            before = prompts[engine, event.parent] if event.parent is not None else ()
+            prompts[engine, event.pages[0]] = before + event.tokens
+
+    for engine in "ab":
+        there: dict[tuple[int, ...], Reach] = {}
+        for name, reaches in index.held(engine).items():
+            prompt = prompts[engine, name]
+            there[prompt] = min(*reaches, there.get(prompt, Reach.REMOTE))
+        for prompt in there:
+            whole = [prompt[: end + TOKENS] for end in range(0, len(prompt), TOKENS)]
+            if all(part in there for part in whole):
+                (route,) = [r for r in index.route(np.asarray(prompt, np.uint32), COSTS) if r.engine == engine]
+                assert route.pages == len(whole)
+                near = next((n for n, part in enumerate(whole) if there[part] != Reach.ENGINE), len(whole))
+                assert route.near_pages == near
+    index.forget("a")
+    index.clear("b")
+    assert index.pages == 0
+
+
 def test_pages_of_another_adapter_are_others() -> None:
     index = known("a")
     event = stored(0, 2)
