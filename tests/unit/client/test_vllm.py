@@ -1,11 +1,12 @@
 """The vLLM connector without vLLM: plans of steps, what its configuration makes of blocks, pages."""
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.trace_context import traceparent
 from kvstrata_client.connectors.vllm import engine
+from kvstrata_client.connectors.vllm import worker as worker_module
 from kvstrata_client.connectors.vllm.engine import (
     Adapters,
     Geometry,
@@ -31,6 +33,7 @@ from kvstrata_client.connectors.vllm.planner import (
     APART,
     HALF_RATE_MAX,
     HALF_RATE_MIN,
+    Fetch,
     Limits,
     Load,
     Pace,
@@ -40,7 +43,7 @@ from kvstrata_client.connectors.vllm.planner import (
     TimedPrompt,
     rate_of,
 )
-from kvstrata_client.connectors.vllm.worker import Pages
+from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
 from support.client.torch_device import DEVICE
@@ -623,3 +626,76 @@ def test_a_latent_vector_is_one_part() -> None:
     assert np.array_equal(
         rows[1].numpy().view(np.float32).reshape(4, BLOCK, 8)[1], tensors["l1"][2, BLOCK:].cpu().numpy()
     )
+
+
+class ScarcePages:
+    """Pages of a host that refuses the first `refusals` requests for memory."""
+
+    layer_of: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+
+    def staging(self, blocks: int) -> torch.Tensor:
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.empty((blocks, LAYOUT.block_bytes), dtype=torch.uint8)
+
+    def saved(self, _tables: Any, blocks: range) -> range:
+        return blocks
+
+    def gather(self, _tables: Any, _blocks: range, _into: torch.Tensor) -> Any:
+        return lambda: None
+
+
+class AllThere:
+    """A prefix cache that has everything, and stores everything."""
+
+    def __init__(self, _client: Any, variant: str) -> None:
+        assert not variant
+
+    def load(self, _tokens: Any, rows: Any, **_asked: Any) -> Any:
+        return SimpleNamespace(blocks=len(rows), sources=("dram",) * len(rows))
+
+    def store(self, _tokens: Any, rows: Any, *, first_block: int, session: str) -> Any:
+        assert not session
+        return SimpleNamespace(published=len(rows), existed=0, refused=0, reached_blocks=first_block + len(rows))
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """A worker with room for four blocks whose host refuses memory three times."""
+    monkeypatch.setattr(worker_module, "PrefixCache", AllThere)
+    client = SimpleNamespace(is_attached=True, target=SimpleNamespace(layout=LAYOUT), close=lambda: None)
+    room = SimpleNamespace(threads=1, staging_bytes=4 * LAYOUT.block_bytes, load_deadline_s=1.0, layerwise=False)
+    made = Worker(cast("Any", room), cast("Any", ScarcePages(3)), cast("Any", client), saves=True)
+    yield made
+    made.close()
+
+
+def ended(asked: Callable[[], Mapping[int, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    ends_s = time.monotonic() + 10
+    while not (found := asked()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    ((_, report),) = found.items()
+    return report
+
+
+def test_a_fetch_that_gets_no_memory_leaves_the_room_for_the_next(scarce: Worker) -> None:
+    found = []
+    for number in range(5):
+        scarce.start(Plan(fetches=[Fetch(number, np.zeros(64, np.uint32), "", "", 0, 4, 1.0)]))
+        found.append(ended(scarce.ended)[1])
+        scarce.start(Plan(drops=[number]))
+    assert found == [0, 0, 0, 4, 4]
+
+
+def test_a_save_that_gets_no_memory_is_dropped_and_the_engine_goes_on(scarce: Worker) -> None:
+    found = []
+    for number in range(1, 6):
+        scarce.save(Plan(saves=[Save(np.zeros(64, np.uint32), "", "", 0, 4, ((0,),), number)]))
+        found.append(ended(scarce.saved)[1])
+    assert found == [False, False, False, True, True]
+    assert (scarce.dropped_blocks, scarce.saved_blocks) == (12, 8)

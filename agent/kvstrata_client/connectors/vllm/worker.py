@@ -36,6 +36,8 @@ from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, 
 _log: Final = logging.getLogger(__name__)
 NULL_PAGE: Final = 0
 """vLLM's page of tokens that a sliding window has left behind: it belongs to nobody."""
+_NO_MEMORY: Final = (MemoryError, RuntimeError)
+"""As torch refuses memory, its own errors of devices included."""
 
 
 class CpuPagedKv(PagedKv):
@@ -283,9 +285,8 @@ class Worker:
         blocks, rows = 0, None
         sources: tuple[str, ...] = ()
         try:
-            size_bytes = (fetch.stop_block - fetch.first_block) * self._client.target.layout.block_bytes
-            if self._client.is_attached and self._take(fetch.fetch, size_bytes):
-                rows = self._pages.staging(fetch.stop_block - fetch.first_block)
+            rows = self._room(fetch) if self._client.is_attached else None
+            if rows is not None:
                 with passed_on(fetch.traceparent):
                     loaded = PrefixCache(self._client, variant=fetch.variant).load(
                         fetch.tokens,
@@ -306,13 +307,20 @@ class Worker:
                     self._staged_bytes -= rows.numel()
             self._ended[fetch.fetch] = (1, blocks, tuple(sources))
 
-    def _take(self, number: int, size_bytes: int) -> bool:
-        """Account for memory; false where there is none, or nobody waits any more."""
+    def _room(self, fetch: Fetch) -> torch.Tensor | None:
+        """Memory that is accounted for; None where there is none left, or nobody waits. Raises `_NO_MEMORY`."""
+        blocks = fetch.stop_block - fetch.first_block
+        size_bytes = blocks * self._client.target.layout.block_bytes
         with self._lock:
-            if number not in self._wanted or self._staged_bytes + size_bytes > self._settings.staging_bytes:
-                return False
+            if fetch.fetch not in self._wanted or self._staged_bytes + size_bytes > self._settings.staging_bytes:
+                return None
             self._staged_bytes += size_bytes
-        return True
+        try:
+            return self._pages.staging(blocks)
+        except _NO_MEMORY:
+            with self._lock:
+                self._staged_bytes -= size_bytes
+            raise
 
     def _drop(self, number: int) -> None:
         with self._lock:
@@ -340,20 +348,29 @@ class Worker:
     def _save(self, save: Save) -> None:
         blocks = self._pages.saved(save.tables, range(save.first_block, save.stop_block))
         if not blocks or not self._client.is_attached:
-            self.dropped_blocks += save.stop_block - save.first_block
-            self._note_saved(save, is_whole=False)
+            self._dropped(save, save.stop_block - save.first_block)
             return
         size_bytes = len(blocks) * self._client.target.layout.block_bytes
         with self._lock:
             has_room = self._saving_bytes + size_bytes <= self._settings.staging_bytes
             self._saving_bytes += size_bytes if has_room else 0
         if not has_room:
-            self.dropped_blocks += len(blocks)
-            self._note_saved(save, is_whole=False)
+            self._dropped(save, len(blocks))
             return
-        rows = self._pages.staging(len(blocks))
-        wait = self._pages.gather(save.tables, blocks, rows)
+        try:
+            rows = self._pages.staging(len(blocks))
+            wait = self._pages.gather(save.tables, blocks, rows)
+        except _NO_MEMORY:
+            _log.exception("no memory for a save; its blocks are computed again when they are wanted")
+            with self._lock:
+                self._saving_bytes -= size_bytes
+            self._dropped(save, len(blocks))
+            return
         self._saves.put(partial(self._store, save, blocks, rows, wait))
+
+    def _dropped(self, save: Save, blocks: int) -> None:
+        self.dropped_blocks += blocks
+        self._note_saved(save, is_whole=False)
 
     def _store(self, save: Save, blocks: range, rows: torch.Tensor, wait: Wait) -> None:
         is_whole = False
