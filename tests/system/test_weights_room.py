@@ -1,5 +1,6 @@
 """Weights in memory of the node, and on a disk that is full: real tiers, file systems and files."""
 
+import asyncio
 import mmap
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts, remove_abandoned
 from kvstrata_agent.weights import runner
+from kvstrata_agent.weights.folder import ModelFolder
 from kvstrata_agent.weights.source import FolderSource
 from kvstrata_agent.weights.staging import FILES_OPEN_MAX
 from kvstrata_api import names
@@ -254,3 +256,28 @@ async def test_a_disk_that_fills_while_a_file_is_allocated_keeps_what_came_and_n
     ballast.unlink()
     await node.staged()
     assert files(node.folder) == files(source)
+
+
+async def test_whatever_fails_between_two_tries_there_is_a_next_one(
+    fleet: WeightsFleet, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    node = await fleet.add("n1")
+    failures = iter(
+        [FileNotFoundError(2, "gone", "weights"), None, RuntimeError("worse"), OSError(5, "broken", "disk")]
+    )
+
+    def staging_bytes(_folder: ModelFolder, _model: str, _revision: str) -> int:
+        failure = next(failures, None)
+        if failure is not None:
+            raise failure
+        return 0
+
+    monkeypatch.setattr(ModelFolder, "staging_bytes", staging_bytes)
+    later = source.with_name("later")
+    await node.order(later)
+    await node.until(lambda: node.report().message == "disk: broken")
+    await asyncio.to_thread(source.rename, later)
+
+    await node.staged()
+    assert files(node.folder) == files(later)

@@ -248,8 +248,9 @@ class ModelFolder:
         taken = 0
         for folder, _, names in os.walk(self.root / model / f".{revision}.staging"):
             for name in names:
-                status = os.lstat(Path(folder, name))
-                taken += status.st_blocks * _BLOCK_BYTES if status.st_nlink == 1 else 0
+                with suppress(FileNotFoundError):  # It has gone meanwhile.
+                    status = os.lstat(Path(folder, name))
+                    taken += status.st_blocks * _BLOCK_BYTES if status.st_nlink == 1 else 0
         return taken
 
     def check_room(self, model: str, revision: str, size_bytes: int) -> None:
@@ -265,16 +266,20 @@ class ModelFolder:
         return _free_bytes(os.statvfs(self.root))
 
     def sizes(self) -> dict[tuple[str, str], int]:
-        """Bytes that would go with each revision; a file of several counts for the first of them."""
+        """Bytes that would go with each revision; a file of several counts for the first of them.
+
+        What goes meanwhile, by another thread, is left out.
+        """
         sizes: dict[tuple[str, str], int] = {}
         seen: set[int] = set()
         for key, held in sorted(self.revisions.items()):
             sizes[key] = 0
             for file in held.listing.files:
-                inode = (held.path / file.path).stat().st_ino
-                sizes[key] += file.size_bytes if inode not in seen else 0
-                seen.add(inode)
-        return sizes
+                with suppress(FileNotFoundError):
+                    inode = (held.path / file.path).stat().st_ino
+                    sizes[key] += file.size_bytes if inode not in seen else 0
+                    seen.add(inode)
+        return {key: size_bytes for key, size_bytes in sizes.items() if key in self.revisions}
 
     def _listing_path(self, model: str, revision: str) -> Path:
         return self.root / model / f".{revision}.listing"

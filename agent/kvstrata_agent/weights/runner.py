@@ -38,7 +38,7 @@ from kvstrata_api.models.poolnode import MODELS_MAX, ModelReport
 from kvstrata_kube.tasks import cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from kvstrata_agent.backends.memory.persistence import PersistenceRoot
@@ -65,6 +65,8 @@ SOURCE_PATH: Final = "source"
 """Where bytes come from that go to memory, and all on a node without a memory tier."""
 LEFT_WEIGHT: Final = 100
 """Of a revision that no order names any more."""
+_OTHER_FILES: Final = frozenset({Fault.DIGEST_MISMATCH.value, Fault.SOURCE_INVALID.value})
+"""After these a next try lists the files anew."""
 
 _log = logging.getLogger(__name__)
 
@@ -244,30 +246,42 @@ class Models:
         pause_s = RETRY_S
         while True:
             try:
-                await self._stage(run)
-            except _RefusedError as e:
-                self._failed(run, e.reason, str(e))
-            except KvStrataError as e:
-                self._failed(run, _reason(e), str(e))
-                if isinstance(e, BlockCorruptError | InvalidInputError):
-                    await self._start_over(run)
-            except OSError as e:
-                reason = Fault.DISK_FULL if is_full(e) else Fault.DISK_FAILED
-                self._failed(run, reason, f"{e.filename or run.order.tier}: {e.strerror or e}")
-            except Exception as e:  # noqa: BLE001  A task root: whatever it was, it is reported.
-                _log.exception("model failed", extra={"model": run.order.name})
-                self._failed(run, Fault.INTERNAL, repr(e))
-            else:
-                return
+                is_staged = await self._succeeds(run, self._stage)
             finally:
                 self._count(run)
                 run.staging, run.reserved_bytes = None, 0
-            folder = self._folders.get(run.order.tier)
-            if folder is not None:
-                run.reserved_bytes = await in_thread(None, partial(folder.staging_bytes, *run.key))
-            await self._settle()
-            await self._pause(run, pause_s)
+            if is_staged:
+                return
+            await self._succeeds(run, self._leave)
+            await self._succeeds(run, partial(self._pause, pause_s=pause_s))
             pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+    async def _succeeds(self, run: _Run, step: Callable[[_Run], Awaitable[None]]) -> bool:
+        """Take one step of an order; False for one that failed, which is in the report."""
+        try:
+            await step(run)
+        except _RefusedError as e:
+            self._failed(run, e.reason, str(e))
+        except KvStrataError as e:
+            self._failed(run, _reason(e), str(e))
+        except OSError as e:
+            reason = Fault.DISK_FULL if is_full(e) else Fault.DISK_FAILED
+            self._failed(run, reason, f"{e.filename or run.order.tier}: {e.strerror or e}")
+        except Exception as e:  # noqa: BLE001  A task root: whatever it was, it is reported.
+            _log.exception("model failed", extra={"model": run.order.name})
+            self._failed(run, Fault.INTERNAL, repr(e))
+        else:
+            return True
+        return False
+
+    async def _leave(self, run: _Run) -> None:
+        """Count what a try has left here for the next one, unless that may find other files."""
+        folder = self._folders.get(run.order.tier)
+        if folder is not None:
+            if run.report.reason in _OTHER_FILES:
+                await in_thread(None, partial(folder.drop_staging, *run.key))
+            run.reserved_bytes = await in_thread(None, partial(folder.staging_bytes, *run.key))
+        await self._settle()
 
     async def _pause(self, run: _Run, pause_s: float) -> None:
         """Wait for the next try: so long, and after a full disk until it has room, if that is sooner."""
@@ -281,12 +295,6 @@ class Models:
             if free_bytes >= run.report.size_bytes - run.reserved_bytes:
                 return
 
-    async def _start_over(self, run: _Run) -> None:
-        """Forget what was listed: the next try may find other files."""
-        folder = self._folders.get(run.order.tier)
-        if folder is not None:
-            await in_thread(None, partial(folder.drop_staging, *run.key))
-
     def _failed(self, run: _Run, reason: Fault, message: str) -> None:
         update = {"state": "Failed", "reason": reason.value, "message": message[:MESSAGE_CHARS_MAX]}
         run.report = _progress(run).model_copy(update=update)
@@ -296,7 +304,9 @@ class Models:
         order, folder = run.order, self._folder(run.order.tier)
         held = folder.revisions.get(run.key)
         if held is not None and order.digest not in (None, held.digest):
-            if not await in_thread(None, partial(folder.remove, *run.key)):
+            async with self._room:
+                is_gone = await in_thread(None, partial(folder.remove, *run.key))
+            if not is_gone:
                 raise _RefusedError(
                     Fault.DIGEST_MISMATCH, f"{held.digest} is here and in use, {order.digest} is wanted"
                 )

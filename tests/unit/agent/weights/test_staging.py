@@ -345,6 +345,33 @@ async def test_a_revision_that_is_open_or_mapped_stays(folder: ModelFolder, tmp_
     assert list(folder.root.iterdir()) == []
 
 
+async def test_what_goes_while_it_is_counted_is_left_out(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for revision in ("r1", "r2"):
+        source = write(tmp_path / revision, {"a.bin": revision.encode() * 4096, "b.bin": b"b" * 8192})
+        await staging(folder, Counted(source), revision).run()
+    assert folder.sizes() == {("m", "r1"): 16_384, ("m", "r2"): 16_384}
+    draft = write(folder.staging("m", "r3"), {"a.bin": b"a" * 4096, "b.bin": b"b" * 4096})
+    stat, lstat = Path.stat, os.lstat
+
+    def stat_late(path: Path, **how: bool) -> os.stat_result:
+        if path.parent.name == "r2":
+            folder.remove("m", "r2")
+        return stat(path, **how)
+
+    def lstat_late(path: Path) -> os.stat_result:
+        (draft / path.name).unlink() if path.name == "b.bin" else None
+        return lstat(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat_late)
+        assert folder.sizes() == {("m", "r1"): 16_384}
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", lstat_late)
+        assert folder.staging_bytes("m", "r3") == 4096
+
+
 async def test_what_only_the_agent_may_read_is_no_source(tmp_path: Path) -> None:
     """Neither by its path, nor by a folder above it, nor by a link; also one that was changed after the listing."""
     write(tmp_path, {"keys/secret": b"k", "source/a.bin": A})
