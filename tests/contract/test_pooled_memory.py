@@ -143,6 +143,31 @@ async def test_a_tier_that_shrinks_leaves_room_to_others_and_one_that_grows_take
     await a.close()
 
 
+async def test_a_growth_that_is_refused_leaves_the_tier_what_it_had_and_others_the_rest(device: Path) -> None:
+    a, b = opened(device, "a", MIB), opened(device, "b", 3 * MIB)
+    memory, before = a.memory, set(a.memory.claims.held)
+    kept = await put(a, 0)
+    others = set(range(memory.superblock.slices)) - before - b.memory.claims.held
+    with memory._whole[memory._first_at + min(others) * SLICE_BYTES :] as left:
+        left[:5] = b"block"  # Of a host that has died.
+
+    with pytest.raises(InvalidInputError, match="5242880 B asked for"):
+        await a.resize(5 * MIB)
+    lines = memory.claims.table.read()
+    assert all(lines[index] == bytes(64) for index in others)
+    with memory._whole[memory._first_at + min(others) * SLICE_BYTES :] as left:
+        assert left[:5] == bytes(5)
+    await asyncio.sleep(4 * pooled.BEAT_S)
+
+    assert memory.claims.held == before
+    stored, _ = await put_until_refused(a)
+    assert len(stored) == len(before) * (SLICE_BYTES // kept[0].size_bytes) - 1
+    assert await get(a, *kept) == content(0)
+    await b.resize(3 * MIB + len(others) * SLICE_BYTES)
+    await a.close()
+    await b.close()
+
+
 async def test_another_pool_another_format_and_another_process_of_the_node_are_refused(device: Path) -> None:
     a = opened(device, "a")
     with pytest.raises(InvalidInputError, match="it belongs to pool pool, not other; clear its first"):

@@ -344,9 +344,11 @@ class PooledMemory(DaxMemory):
         unit_bytes = self._unit_bytes
         count = size_bytes // unit_bytes
         with self._claiming:
+            before = self.claims.held.copy()
             held = self.claims.claim(count, within_s)
             if held < count:
                 others = self.claims.others_held(self._table.read())
+                self._give_up(self.claims.held - before)
                 raise InvalidInputError(
                     f"cxl.pooled.path {self._path}: {size_bytes} B asked for, {held * unit_bytes} B could be had of "
                     f"{self.superblock.slices * unit_bytes} B; other hosts have {others * unit_bytes} B"
@@ -356,6 +358,13 @@ class PooledMemory(DaxMemory):
             self._beats.start()
         self._take_up()
 
+    def _give_up(self, indices: set[int]) -> None:
+        """Give back slices that no extent has had."""
+        for index in sorted(self.claims.dirty & indices):
+            self._clear_slice(index)
+            self._renew()  # The beat waits for this.
+        self.claims.give_back(sorted(indices))
+
     def shrink(self, size_bytes: int) -> None:
         """Hold no more slices than for `size_bytes`; those that still have blocks go once these have gone."""
         self._wanted = size_bytes // self._unit_bytes
@@ -364,12 +373,15 @@ class PooledMemory(DaxMemory):
         """Clear new slices and let extents have them."""
         with self._taking_up:  # Else one thread would clear what the other one has given to an extent.
             for index in sorted(self.claims.dirty.copy()):
-                self._clear(Region(self._first_at + index * self._unit_bytes, self._unit_bytes))
-                self.claims.dirty.discard(index)
+                self._clear_slice(index)
             with self._lock:
                 used = {unit for region in self._regions.values() for unit in self._units(region)}
                 for index in self.claims.held.copy() - used - self._lost - self.claims.dirty.copy():
                     self._is_free[index] = True
+
+    def _clear_slice(self, index: int) -> None:
+        self._clear(Region(self._first_at + index * self._unit_bytes, self._unit_bytes))
+        self.claims.dirty.discard(index)
 
     def _beat(self) -> None:
         """Count on until the end; without a head nothing is ours any more."""
@@ -384,16 +396,19 @@ class PooledMemory(DaxMemory):
 
     def _count(self) -> None:
         """Count on, replace what was lost, and give back what is not wanted any more."""
-        lost = self.claims.renew()
-        if lost:
-            self._lose(lost)
-            details = {"path": str(self._path), "slices": len(lost)}
-            _log.warning("slices of pooled memory have another owner", extra=details)
+        self._renew()
         held = len(self.claims.held)
         if held < self._wanted and self.claims.claim(self._wanted, 0.0) > held:
             self._take_up()
         elif held > self._wanted:
             self._give_back(held - self._wanted)
+
+    def _renew(self) -> None:
+        lost = self.claims.renew()
+        if lost:
+            self._lose(lost)
+            details = {"path": str(self._path), "slices": len(lost)}
+            _log.warning("slices of pooled memory have another owner", extra=details)
 
     def _lose(self, units: Collection[int]) -> None:
         """Blocks there are lost; extents that have some of these units are given up."""
