@@ -3,6 +3,8 @@
 import asyncio
 import mmap
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,17 @@ class MappableContract(BackendContract):
         assert gone == [slot.extent]
         assert not any(bytes(backend.view(kept)))
 
+    async def test_a_tier_that_ends_holds_no_memory_that_clients_still_have(self, backend: MappableBackend) -> None:
+        slot = backend.reserve(ANNA, sizes.BLOCK_BYTES)
+        fd = backend.extent_fd(slot.extent, is_writable=True)
+        memory = os.fstat(fd)
+        with mmap.mmap(fd, backend.extent_bytes(slot.extent)) as mapped:
+            await backend.close()
+            mapped[:1] = b"x"
+
+            assert _descriptors_of(memory) == 1, "that of the mapping"
+        assert _descriptors_of(memory) == 0
+
     async def test_those_who_asked_hear_of_an_extent_before_it_goes(self, backend: MappableBackend) -> None:
         gone: list[int] = []
         backend.on_release(gone.append)
@@ -87,6 +100,15 @@ class MappableContract(BackendContract):
 
         assert set(gone) == {s.extent for s in slots}
         assert kept.isdisjoint(gone)
+
+
+def _descriptors_of(memory: os.stat_result) -> int:
+    """How many of this process lead to a file."""
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            count += os.path.samestat(path.stat(), memory)
+    return count
 
 
 def _reopen_as_nobody(fd: int, flags: int = os.O_RDWR) -> str:

@@ -111,8 +111,10 @@ class VolatileStore:
         return iter(())
 
     def let_go(self, memory: MappedExtent) -> None:
-        """Nothing is to survive."""
-        memory.release()
+        """Nothing is to survive: what clients have left can be touched by them alone, and ends with them."""
+        remains = memory.release()
+        if remains is not None:
+            remains.close()
 
     def close(self) -> None:
         """Nothing is held."""
