@@ -175,6 +175,8 @@ class ObjectClient:
         self._turns = Turns((BaseError, OSError), _ABSENT)
         self._finishing: set[asyncio.Future[Any]] = set()
         """Multipart uploads, which end by themselves: what is let go of would leave its parts behind."""
+        self._uploading: dict[asyncio.Future[Any], str] = {}
+        """Of these, those that are under way, and their paths."""
 
     @property
     def pace(self) -> Pace:
@@ -210,6 +212,8 @@ class ObjectClient:
                 self._patient, path, whole, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_A_TIME
             )
         )
+        self._uploading[upload] = path
+        upload.add_done_callback(self._uploading.pop)
         try:
             await asyncio.shield(upload)
         except asyncio.CancelledError:
@@ -285,7 +289,16 @@ class ObjectClient:
         return bytes(await found.bytes_async())
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Remove objects; missing ones are fine."""
+        """Remove objects; missing ones are fine. Those whose upload goes on without its caller go once it has ended."""
+        wanted = {*paths}
+        late = {upload: path for upload, path in self._uploading.items() if path in wanted}
+        await self._delete_now([path for path in paths if path not in late.values()])
+        if late:
+            async with self._guard("delete", next(iter(late.values()))):
+                await asyncio.wait(late)
+            await self._delete_now([*late.values()])
+
+    async def _delete_now(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), _DELETE_BATCH):
             batch = list(paths[start : start + _DELETE_BATCH])
             async with self._guard("delete", batch[0]):

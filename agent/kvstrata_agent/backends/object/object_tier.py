@@ -296,13 +296,16 @@ class ObjectStoreTier(OptionalCapabilities):
 
     async def _delete_pending(self) -> bool:
         pending, self._pending_deletions = self._pending_deletions, []
+        is_done = False
         try:
             await self._client.delete(pending)
+            is_done = True
         except BackendFailedError as e:
             self._last_error = str(e)
-            self._pending_deletions += pending
-            return False
-        return True
+        finally:
+            if not is_done:  # Also where `close` ends it in the middle.
+                self._pending_deletions += pending
+        return is_done
 
     async def resize(self, capacity_bytes: int) -> frozenset[int]:
         """Change the capacity; nothing closes, because objects share nothing: what is over has to be dropped."""
@@ -392,6 +395,7 @@ class ObjectStoreTier(OptionalCapabilities):
         self._is_closed = True
         if self._deleting is not None:
             self._deleting.cancel()
+            await asyncio.wait([self._deleting])
         if self._pending_deletions:
             await self._delete_pending()
         await self._client.close()
