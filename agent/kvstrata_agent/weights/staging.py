@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -514,8 +514,12 @@ def _linked(held: Path, path: Path, size_bytes: int) -> bool:
 
 
 def _remove_others(area: Path, paths: set[str]) -> None:
-    for folder, _, names in os.walk(area):
-        for name in names:
+    """Remove files, and folders that have none then: a file may be wanted where one was."""
+    for folder, names, files in os.walk(area, topdown=False):
+        for name in files:
             found = Path(folder, name)
             if found.relative_to(area).as_posix() not in paths:
                 found.unlink()
+        for name in names:
+            with suppress(OSError):  # Of the files that are wanted some are there.
+                Path(folder, name).rmdir()

@@ -204,6 +204,25 @@ async def test_a_source_that_changes_meanwhile_is_not_staged(folder: ModelFolder
     assert not (folder.root / "m" / "r1").exists()
 
 
+@pytest.mark.parametrize(("before", "after"), [("part/a.bin", "part"), ("part", "part/a.bin")])
+async def test_a_file_and_a_folder_may_change_places_between_two_tries(
+    folder: ModelFolder, tmp_path: Path, before: str, after: str
+) -> None:
+    kept = {"kept/b.bin": B}
+    first = write(tmp_path / "first", {before: A, **kept})
+    broken = Counted(first)
+
+    def change(_path: str, _start: int, _piece: memoryview) -> None:
+        (first / before).write_bytes(A[::-1])
+
+    broken.damage = change
+    with pytest.raises(RetryableError, match="changed"):
+        await staging(folder, broken).run()
+    await staging(folder, Counted(write(tmp_path / "second", {after: A, **kept}))).run()
+
+    assert content(folder.root / "m" / "r1") == {after: A, **kept}
+
+
 async def test_wrong_bytes_of_a_listed_source_are_refused(folder: ModelFolder, tmp_path: Path) -> None:
     root = write(tmp_path / "source", {"a.bin": A, "b.bin": B})
     listing = await staging(folder, Counted(root)).run()
