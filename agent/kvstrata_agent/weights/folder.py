@@ -162,10 +162,14 @@ class ModelFolder:
             Path(folder).chmod(_FOLDER_MODE)  # Whatever the umask: engines have other users.
             directories.sync(Path(folder))
         staging.rename(path)
-        os.utime(path)
-        directories.sync(path.parent)
-        directories.sync(self.root)
-        self._draft_path(model, revision).unlink(missing_ok=True)
+        try:
+            os.utime(path)
+            directories.sync(path.parent)
+            directories.sync(self.root)
+            self._draft_path(model, revision).unlink(missing_ok=True)
+        except OSError:
+            path.rename(staging)  # The next try goes on with what is there, and needs the name.
+            raise
         made = self.revisions[model, revision] = Revision(model, revision, path, listing, listing.digest)
         return made
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode, listin
 from kvstrata_agent.weights.source import FolderSource, SourceFile
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, InvalidInputError, RetryableError
+from kvstrata_node import directories
 
 pytestmark = pytest.mark.unit
 
@@ -389,6 +390,35 @@ async def test_what_goes_while_it_is_counted_is_left_out(
     with monkeypatch.context() as patched:
         patched.setattr(os, "lstat", lstat_late)
         assert folder.staging_bytes("m", "r3") == 4096
+
+
+@pytest.mark.parametrize("sync_at", range(8))
+async def test_a_sync_that_fails_leaves_a_revision_that_the_next_try_finishes(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_at: int
+) -> None:
+    source = Counted(write(tmp_path / "source", {"sub/a.bin": A}))
+    sync, count = directories.sync, 0
+
+    def failing(path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == sync_at:
+            raise OSError(5, "broken", str(path))
+        sync(path)
+
+    with monkeypatch.context() as patched, suppress(OSError):
+        patched.setattr(directories, "sync", failing)
+        await staging(folder, source).run()
+    if ("m", "r1") not in folder.revisions:
+        await staging(folder, source).run()
+
+    assert content(folder.root / "m" / "r1") == {"sub/a.bin": A}
+    assert source.read_bytes == len(A)
+    folder.close()
+    again = ModelFolder(folder.root.parent)
+    again.scan()
+    assert list(again.revisions) == [("m", "r1")]
+    assert again.stagings() == []
 
 
 async def test_what_only_the_agent_may_read_is_no_source(tmp_path: Path) -> None:
