@@ -17,8 +17,12 @@ FACTORS: Final = _BINARY | _DECIMAL
 QUANTITY_PATTERN: Final = r"^[1-9][0-9]{0,18}(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
 """Positive whole quantities only: kvstrata never needs half a byte, and integers compare exactly."""
 
-QUANTITY_BYTES_MAX: Final = (1 << 63) - 1
-"""int64, the largest number that the API server keeps exactly."""
+QUANTITY_BYTES_MAX: Final = 1 << 62
+"""4 Ei, the bound of every count and size: the API server compares bounds as float64, in which 2^63 - 1 rounds up and
+overflows, and 2^62 is exact."""
+
+_ANY_BYTES_MAX: Final = 10**18 - 1
+"""Up to here the pattern of a CRD takes every whole number of bytes; beyond it only whole Pi."""
 
 PAGE_BYTES: Final = {"4Ki": 4 * KIB, "2Mi": 2 * MIB, "1Gi": GIB}
 """Page sizes that a memory tier may ask for."""
@@ -41,6 +45,14 @@ def format_quantity(size_bytes: int) -> str:
         if size_bytes and size_bytes % factor == 0:
             return f"{size_bytes // factor}{suffix}"
     return str(size_bytes)
+
+
+def whole_quantity(size_bytes: int) -> int:
+    """Round a sum down to what can be stored as a quantity: to whole Pi where it is large, to 4 Ei at most."""
+    if size_bytes <= _ANY_BYTES_MAX:
+        return size_bytes
+    pib = _BINARY["Pi"]
+    return min(size_bytes, QUANTITY_BYTES_MAX) // pib * pib
 
 
 def format_rounded(size_bytes: int) -> str:

@@ -1,11 +1,14 @@
 """Laws of units and conditions."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api import units
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.base import COUNT_MAX, QUANTITY_PATTERN
 from kvstrata_api.models.conditions import Condition, Status, is_true, merge
 
 pytestmark = pytest.mark.unit
@@ -30,6 +33,25 @@ def test_a_quantity_is_read_back_exactly(size_bytes: int) -> None:
 def test_a_quantity_that_is_not_whole_and_positive_is_refused_by_value(text: str) -> None:
     with pytest.raises(InvalidInputError, match="quantity"):
         units.parse_quantity(text)
+
+
+@given(st.integers(1, 1 << 80))
+def test_a_sum_is_rounded_down_to_a_quantity_that_the_api_server_takes(size_bytes: int) -> None:
+    stored = units.whole_quantity(size_bytes)
+
+    assert re.match(QUANTITY_PATTERN, units.format_quantity(stored))
+    assert min(size_bytes, units.QUANTITY_BYTES_MAX) - (1 << 50) < stored <= size_bytes
+
+
+@pytest.mark.parametrize("text", ["4Ei", "4095Pi", "3999Pi", "999999Ti", "999999999999999999", "999P"])
+def test_the_largest_quantities_of_a_crd_are_read(text: str) -> None:
+    assert re.match(QUANTITY_PATTERN, text)
+    assert units.parse_quantity(text) <= COUNT_MAX
+
+
+@pytest.mark.parametrize("text", ["5Ei", "7Ei", "4096Pi", "4097Pi"])
+def test_larger_quantities_are_none_of_a_crd(text: str) -> None:
+    assert not re.match(QUANTITY_PATTERN, text)
 
 
 def test_rounded_quantities_read_well() -> None:

@@ -97,6 +97,31 @@ def test_memory_that_a_node_has_not_got_is_told_with_numbers() -> None:
     assert message == "1 of 1 nodes; n0: memory tiers want 64Gi; the node has 32Gi"
 
 
+@pytest.mark.parametrize(
+    ("size", "nodes", "told"), [("1Ei", 5, "4Ei"), ("999999999999999Ki", 2, "1818Pi"), ("4Ei", 1, "4Ei")]
+)
+def test_a_capacity_of_all_nodes_is_one_that_can_be_stored(size: str, nodes: int, told: str) -> None:
+    fleet = Fleet()
+    fleet.pool(spec=pool_spec([tier(size="1Gi"), tier("nvme", "NVMe", size)]))
+    for i in range(nodes):
+        fleet.node(f"n{i}")
+    fleet.settle()
+
+    assert fleet.of(kinds.POOL)["p"]["status"]["tiers"][1]["capacity"] == told
+
+
+def test_a_size_that_was_stored_before_the_bound_is_a_fault_of_its_pool_alone() -> None:
+    fleet = Fleet()
+    fleet.pool("big", pool_spec([tier("bucket", "Object", size="5Ei")]))
+    fleet.pool("good", pool_spec([tier(size="1Gi")]))
+    fleet.node("n0")
+    fleet.settle()
+    pools = fleet.of(kinds.POOL)
+
+    assert condition(pools["big"], "Accepted") == ("False", "Invalid")
+    assert condition(pools["good"], "Accepted")[0] == "True"
+
+
 def test_the_younger_of_two_pools_is_the_one_too_many() -> None:
     fleet = Fleet()
     fleet.node("n0")

@@ -199,7 +199,7 @@ class StandaloneWorld:
         until = datetime.now(UTC) + timedelta(seconds=wanted.timeout_seconds)
         self._drain = NodeDrain(requested=True, deadline=until.strftime("%Y-%m-%dT%H:%M:%SZ"))
         self._generation += 1
-        self._publish()
+        self._publish(self._manifest)
         with suppress(TimeoutError):
             async with asyncio.timeout(wanted.timeout_seconds):
                 await self._drained.wait()
@@ -255,40 +255,48 @@ class StandaloneWorld:
         book = keys.settle(self._book, manifest, self._keks.keks, secrets.token_bytes, fleet)
         if book != self._book:
             await asyncio.to_thread(keys.save, self._state_dir / KEYS_FILE, book)
-        self._manifest, self._book = manifest, book
-        self._publish()
+            self._book = book
+        self._publish(manifest)
 
-    def _publish(self) -> None:
-        """Fill the stores; what differs in nothing changes nothing."""
-        revision = self._revision_of(self._manifest)
-        if self._revision and revision != self._revision:
-            self._generation += 1
-        self._revision = revision
-        by_kind: dict[str, list[dict[str, Any]]] = {}
-        for kind, obj in keys.objects(self._book, self._manifest, names.SYSTEM_NAMESPACE):
+    def _publish(self, manifest: Manifest) -> None:
+        """Fill the stores; what differs in nothing changes nothing. All of it is read before any of it is seen."""
+        revision = self._revision_of(manifest)
+        is_other = bool(self._revision) and revision != self._revision
+        generation = self._generation + is_other
+        by_kind: dict[str, list[Json]] = {}
+        for kind, obj in keys.objects(self._book, manifest, names.SYSTEM_NAMESPACE):
             by_kind.setdefault(kind, []).append(obj)
+        pool = manifest.pool
+        meta = {"name": pool.metadata.name, "uid": self._uid, "generation": generation}
+        by_kind["KVPool"] = [{"metadata": meta, "spec": pool.spec.to_json()}]
+        by_kind["KVPoolNode"] = [self._node_of(manifest, revision, generation)]
         stores: tuple[tuple[str, Known[Any]], ...] = (
             ("Secret", self._stores.secrets),
             ("Namespace", self._stores.namespaces),
             ("KVTenant", self._stores.tenants),
             ("KVTrustDomain", self._stores.domains),
             ("KVPrefixShare", self._stores.shares),
+            ("KVPool", self._pools),
+            ("KVPoolNode", self._nodes),
         )
-        for kind, store in stores:
-            _fill(store, by_kind.get(kind, ()))
-        pool = self._manifest.pool
-        meta = {"name": pool.metadata.name, "uid": self._uid, "generation": self._generation}
-        _fill(self._pools, [{"metadata": meta, "spec": pool.spec.to_json()}])
-        _fill(self._nodes, [self._declared_node()])
+        read = [
+            (store, [store.read(json.dumps(obj).encode()) for obj in by_kind.get(kind, ())]) for kind, store in stores
+        ]
+        self._manifest, self._revision, self._generation = manifest, revision, generation
+        for store, seen in read:
+            store.take(seen, "")
 
-    def _declared_node(self) -> dict[str, Any]:
-        pool = self._manifest.pool
+    def _declared_node(self) -> Json:
+        return self._node_of(self._manifest, self._revision, self._generation)
+
+    def _node_of(self, manifest: Manifest, revision: str, generation: int) -> Json:
+        pool = manifest.pool
         meta = {"name": names.pool_node_name(pool.metadata.name, self._node), "uid": self._uid}
         tiers = manifests.node_tiers(pool)
         spec = KVPoolNodeSpec(
-            pool_ref=pool.metadata.name, node_name=self._node, tiers=tiers, revision=self._revision, drain=self._drain
+            pool_ref=pool.metadata.name, node_name=self._node, tiers=tiers, revision=revision, drain=self._drain
         )
-        return {"metadata": {**meta, "generation": self._generation}, "spec": spec.to_json()}
+        return {"metadata": {**meta, "generation": generation}, "spec": spec.to_json()}
 
     @staticmethod
     def _revision_of(manifest: Manifest) -> str:
@@ -307,7 +315,7 @@ class StandaloneWorld:
         if book != self._book:
             self._book = book
             keys.save(self._state_dir / KEYS_FILE, book)
-            self._publish()
+            self._publish(self._manifest)
 
     def _trust_changed(self) -> None:
         """Forget derived grants and keys, and wake whoever waits."""
@@ -319,10 +327,6 @@ class StandaloneWorld:
         """Forget all data keys, and wrap them by the newest KEK."""
         self.keyring.changed()
         self._hang_up()
-
-
-def _fill(store: Known[Any], objects: Sequence[Json]) -> None:
-    store.take([store.read(json.dumps(obj).encode()) for obj in objects], "")
 
 
 class NoNetwork:

@@ -103,7 +103,7 @@ def _tiers(placement: Placement, sums: PoolSums) -> tuple[PoolTierStatus, ...]:
     return tuple(
         PoolTierStatus(
             name=tier.name,
-            capacity=tier.capacity_bytes * len(placement.nodes) or None,
+            capacity=units.whole_quantity(tier.capacity_bytes * len(placement.nodes)) or None,
             allocatable=units.format_rounded(sums.allocatable_bytes(tier.name)),
             used=units.format_rounded(sums.used_bytes[tier.name]),
         )

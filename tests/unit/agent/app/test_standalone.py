@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.app.standalone import defaults, keys
+from kvstrata_agent.app.standalone import defaults, keys, manifests
 from kvstrata_agent.app.standalone.authenticator import LocalAuthenticator, Tokens, parse_token, user_account
 from kvstrata_agent.app.standalone.defaults import Machine, default_pool, default_tenant, read_machine
 from kvstrata_agent.app.standalone.main import _prepare, _Wanted, main
@@ -301,9 +301,8 @@ class Standing:
         self.declare(manifest)
 
     def declare(self, manifest: Manifest) -> None:
-        self.world._manifest = manifest
         self.world._book = keys.settle(self.world._book, manifest, KEKS, counting())
-        self.world._publish()
+        self.world._publish(manifest)
 
     @property
     def authenticator(self) -> LocalAuthenticator:
@@ -389,6 +388,18 @@ def test_the_generation_moves_with_the_spec_alone(tmp_path: Path) -> None:
 
     assert standing.world.desired.pool_node.metadata.generation == first + 1
     assert [t.name for t in standing.world.desired.pool_node.spec.tiers] == ["dram", "nvme"]
+
+
+def test_what_cannot_be_published_leaves_what_was_good_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standing = Standing(tmp_path, tenant("a", "token/a"))
+    before = standing.world._declared_node()
+    with monkeypatch.context() as patched:
+        patched.setattr(manifests, "node_tiers", lambda _: [{"name": "dram"}])
+        with pytest.raises(ValueError, match="tiers"):
+            standing.declare(manifest_of([pool(Path("/nvme")), tenant("b", "token/b")]))
+
+    assert standing.world._declared_node() == before
+    assert [t.metadata.name for t in standing.world._stores.tenants] == ["a"]
 
 
 # A pool of any model.
