@@ -21,6 +21,9 @@ from kvstrata_api.trust import Access, ScopeKind, is_member, publishes, scope_id
 SHARES_MAX: Final = 64
 """Shares that one tenant's clients get, its own first, then by name: their prefixes have to fit one frame."""
 
+_FIRST: Final = datetime.min.replace(tzinfo=UTC)
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
+
 Labels = Mapping[str, str]
 
 
@@ -111,15 +114,21 @@ def share_prefixes(share: KVPrefixShare) -> tuple[NamedPrefix, ...]:
 
 
 def share_end(share: KVPrefixShare) -> datetime | None:
-    """When the share ends, None for never; a time that cannot be read is long past."""
+    """When the share ends, in UTC, None for never; a time that cannot be read is long past.
+
+    A time whose zone puts it outside the years 1 to 9999 of UTC is the first or the last one of them.
+    """
     text = share.spec.expires_at
     if not text:
         return None
     try:
         end = datetime.fromisoformat(text.upper())
     except ValueError:
-        return datetime.min.replace(tzinfo=UTC)
-    return end if end.tzinfo else end.replace(tzinfo=UTC)
+        return _FIRST
+    try:
+        return end.astimezone(UTC) if end.tzinfo else end.replace(tzinfo=UTC)
+    except OverflowError:
+        return _LAST if end.year == _LAST.year else _FIRST
 
 
 def is_open(share: KVPrefixShare, now: datetime) -> bool:

@@ -124,12 +124,12 @@ def format_time(moment: datetime) -> str:
 
 
 def parse_time(text: str) -> datetime | None:
-    """Read a time; None for an empty or unreadable one. A time without a zone is taken for UTC."""
+    """Read a time into UTC; None for an empty or unreadable one. A time without a zone is taken for UTC."""
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError:
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def body_of(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:

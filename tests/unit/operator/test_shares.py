@@ -70,6 +70,25 @@ def test_a_share_expires_and_its_key_is_shredded() -> None:
     assert SECRET not in fleet.of(kinds.SECRET)
 
 
+@pytest.mark.parametrize(
+    ("end", "active"),
+    [
+        ("9999-12-31T23:59:59-05:00", ("True", "Granted")),
+        ("9999-12-31T23:59:59Z", ("True", "Granted")),
+        ("0001-01-01T00:00:00+01:00", ("False", "Expired")),
+    ],
+)
+def test_an_end_outside_the_years_of_utc_is_the_first_or_the_last_moment(end: str, active: tuple[str, str]) -> None:
+    fleet = sharing()
+
+    assert condition(share(fleet, expiresAt=end), "Active") == active
+
+
+@pytest.mark.parametrize("text", ["", "soon", "9999-12-31T23:59:59-05:00"])
+def test_a_stored_time_that_is_none_of_utc_counts_as_absent(text: str) -> None:
+    assert kinds.parse_time(text) is None
+
+
 def test_a_share_that_is_prolonged_after_its_end_starts_with_another_key() -> None:
     fleet = sharing()
     share(fleet, expiresAt="2026-01-01T01:00:00Z")
