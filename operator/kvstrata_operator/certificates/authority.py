@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -22,6 +22,14 @@ CLOCK_SKEW: Final = timedelta(minutes=5)
 REQUEST_BYTES_MAX: Final = 16_384
 HOSTS_MAX: Final = 16
 _CURVES: Final = (ec.SECP256R1, ec.SECP384R1)
+_UNREADABLE: Final = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+"""What reading a certificate, a request or its parts raises for what is malformed or of no use here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ def read_bundle(pem: str) -> tuple[Certificate, ...]:
     """Read the authorities of a bundle; what cannot be read is left out."""
     try:
         return tuple(_public(one) for one in x509.load_pem_x509_certificates(pem.encode()))
-    except ValueError:
+    except _UNREADABLE:
         return ()
 
 
@@ -101,7 +109,7 @@ def read_request(pem: str) -> Request:
             raise InvalidInputError("request is not signed by its own key")
         key = request.public_key()
         names = request.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound, InvalidSignature, UnicodeEncodeError) as e:
+    except (*_UNREADABLE, x509.ExtensionNotFound, InvalidSignature) as e:
         raise InvalidInputError(f"request cannot be read: {e}") from e
     if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, _CURVES)):
         raise InvalidInputError("request with a key that is not on P-256 or P-384")
@@ -128,7 +136,7 @@ def is_issued_by(certificate_pem: str, authority: Certificate) -> bool:
     """Return whether an authority signed a certificate."""
     try:
         _load(certificate_pem).verify_directly_issued_by(_load(authority.pem))
-    except (ValueError, TypeError, InvalidSignature, InvalidInputError):
+    except (*_UNREADABLE, TypeError, InvalidSignature, InvalidInputError):
         return False
     return True
 
@@ -187,7 +195,7 @@ def _check_issuer(certificate: x509.Certificate) -> None:
     try:
         may_issue = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
         certificate.verify_directly_issued_by(certificate)
-    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as e:
+    except (*_UNREADABLE, TypeError, InvalidSignature, x509.ExtensionNotFound) as e:
         raise InvalidInputError(f"certificate authority: it does not sign itself: {e}") from e
     if not may_issue:
         raise InvalidInputError("certificate authority: its certificate may not issue others (isCA is false)")
@@ -196,7 +204,7 @@ def _check_issuer(certificate: x509.Certificate) -> None:
 def _load(pem: str) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem.encode())
-    except ValueError as e:
+    except _UNREADABLE as e:
         raise InvalidInputError(f"no certificate: {e}") from e
 
 

@@ -134,6 +134,9 @@ class CertificateAuthority:
         self._news.clear()
         authority = await self._authority(now)
         self._on_authority(authority.certificate)
+        if authority.certificate.ends <= now:
+            ended = format_time(authority.certificate.ends)
+            raise InvalidInputError(f"{self._secret}: the authority ended at {ended}, and is not ours to replace")
         plan = await self._publish(authority.certificate, now)
         waits = [(plan.next_change - now).total_seconds()] if plan.next_change else []
         self._signer = issuing.signer(authority, self._signer, plan)

@@ -1,14 +1,22 @@
 """Laws of issuing: nobody gets another's name, and no rotation of an authority cuts anybody off."""
 
+import base64
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtensionOID
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_kube.answers import Answer as ApiAnswer
+from kvstrata_kube.api import Call
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates import policy as issuing
 from kvstrata_operator.certificates.authority import Authority, Certificate, Request
@@ -22,6 +30,7 @@ from kvstrata_operator.certificates.policy import (
     plan_trust,
     signer,
 )
+from kvstrata_operator.certificates.service import CertificateAuthority
 
 pytestmark = pytest.mark.unit
 
@@ -180,3 +189,44 @@ def test_only_an_authority_that_signs_itself_is_read() -> None:
             certificates.read_authority(certificate, private)
     assert certificates.is_issued_by(leaf, made.certificate)
     assert not certificates.is_issued_by(leaf, other.certificate)
+
+
+class SecretOfSomebodyElse:
+    """An API server that has the Secret of an authority; whatever else is asked for is a fault of the test."""
+
+    def __init__(self, authority: Authority) -> None:
+        texts = {"tls.crt": authority.certificate.pem, "tls.key": authority.key_pem}
+        data = {key: base64.b64encode(text.encode()).decode() for key, text in texts.items()}
+        self.raw = json.dumps({"metadata": {"resourceVersion": "1"}, "data": data}).encode()
+
+    async def call(self, call: Call) -> ApiAnswer:
+        assert call.path.endswith(f"/secrets/{names.CA_SECRET}")
+        return ApiAnswer("GET", 200, self.raw)
+
+
+async def test_an_authority_of_somebody_else_that_has_ended_signs_nothing_and_its_end_is_told() -> None:
+    ended = certificates.make_authority(NOW - timedelta(days=31), timedelta(days=30))
+    shown: list[Certificate] = []
+    rules = Issuance(SYSTEM, makes_authority=False)
+    issuer = CertificateAuthority(SecretOfSomebodyElse(ended), rules, lambda: True, set, "i", shown.append)
+
+    with pytest.raises(InvalidInputError, match=r"ended at 2025-12-31T00:00:00Z"):
+        await issuer._round(NOW)
+    assert shown == [ended.certificate]
+
+
+def requested(*extensions: x509.ExtensionType) -> str:
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    signed = builder.sign(ec.generate_private_key(ec.SECP256R1()), hashes.SHA256())
+    return signed.public_bytes(serialization.Encoding.PEM).decode()
+
+
+@pytest.mark.parametrize("tag", [0xA3, 0xA5], ids=["x400Address", "ediPartyName"])
+def test_a_request_with_a_name_that_cannot_be_read_is_refused(tag: int) -> None:
+    names_der = bytes([0x30, 4, tag, 2, 0x30, 0])
+    pem = requested(x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, names_der))
+
+    with pytest.raises(InvalidInputError, match="request cannot be read"):
+        certificates.read_request(pem)
