@@ -11,6 +11,7 @@ import pytest
 
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.file.claim import STORE_FILE
+from kvstrata_agent.backends.object import client
 from kvstrata_agent.backends.object.client import WHOLE_BYTES_MAX, ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
@@ -47,11 +48,11 @@ async def test_an_object_that_is_gone_short_or_changed_is_a_miss(tmp_path: Path)
 
 async def test_an_object_store_that_is_away_is_an_error_in_bounded_time() -> None:
     settings = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "aws_region": "x"}
-    client = ObjectClient("s3://bucket/x", settings | {"aws_endpoint": "http://127.0.0.1:9"})
+    away = ObjectClient("s3://bucket/x", settings | {"aws_endpoint": "http://127.0.0.1:9"})
 
     async with asyncio.timeout(60):
         with pytest.raises(BackendFailedError, match=r"get s3://bucket/x/pool-a/node-a/kvstrata-store.json: "):
-            await open_object_tier(client, "pool-a", "node-a", CAPACITY_BYTES)
+            await open_object_tier(away, "pool-a", "node-a", CAPACITY_BYTES)
 
 
 async def test_an_object_url_that_makes_no_sense_is_refused() -> None:
@@ -132,3 +133,26 @@ async def test_a_large_block_that_is_dropped_before_its_upload_ends_is_gone_then
         await backend.close()
 
     assert await _left(tmp_path) == ([], 0)
+
+
+@pytest.mark.parametrize("name", ["aws_allow_http", "ALLOW_HTTP", "aws_timeout", "proxy_url"])
+@pytest.mark.parametrize(("url", "prefix"), [("s3://b/p", "aws_"), ("gs://b/p", "google_"), ("az://b/p", "azure_")])
+def test_settings_of_the_http_client_are_taken_as_such(url: str, prefix: str, name: str) -> None:
+    named = name.replace("aws_", prefix)
+    value = {"timeout": "30s", "proxy_url": "http://proxy"}.get(name.removeprefix("aws_"), "true")
+    account = {"azure_storage_account_name": "x"} if prefix == "azure_" else {}
+
+    assert ObjectClient(url, {named: value, **account}).scheme in url
+
+
+def test_a_setting_that_is_of_no_use_is_refused_without_its_value() -> None:
+    with pytest.raises(InvalidInputError, match="boolean") as refused:
+        ObjectClient("s3://b/p", {"aws_allow_http": "p4ssw0rd"})
+    assert "p4ssw0rd" not in str(refused.value)
+
+
+def test_a_panic_of_the_client_is_an_error_that_names_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_OF_HTTP", frozenset())
+    with pytest.raises(InvalidInputError, match=r"s3://b/p: .*settings: aws_allow_http, aws_region$") as refused:
+        ObjectClient("s3://b/p", {"aws_allow_http": "p4ssw0rd", "aws_region": "x"})
+    assert "p4ssw0rd" not in str(refused.value)

@@ -56,6 +56,8 @@ WHOLE_BYTES_MAX: Final = 2 * PART_BYTES
 """Up to here one request is cheaper than the three and more of a multipart upload, for us and on the bill."""
 _CALL_S: Final = _TIMEOUT_S + _RETRY_BUDGET_S
 """No verb lasts longer, whatever the store does."""
+_PANIC_MODULE: Final = "pyo3_runtime"
+"""Where the class of a panic of obstore says that it is; it cannot be imported, and is no `Exception`."""
 _DELETE_BATCH: Final = 1000
 """S3 deletes at most 1,000 objects in one request."""
 
@@ -159,14 +161,45 @@ def uploads_of(url: str, settings: Mapping[str, str]) -> S3Uploads | None:
 
 
 _ABSENT: Final = (NotFoundError, FileNotFoundError)
-_REMOTE: Final = frozenset({"s3", "gs", "az"})
+_REMOTE: Final = {"s3": "aws_", "gs": "google_", "az": "azure_"}
+"""What the names of a store's own settings begin with."""
+
+_OF_HTTP: Final = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_max_frame_size",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+"""Settings of the HTTP client (`obstore.store.ClientConfig`) that are texts: among a store's it panics at them."""
 
 
 class ObjectClient:
     """Objects under one URL. Every verb raises `BackendFailedError` with verb and path on failure."""
 
     def __init__(self, url: str, credentials: Mapping[str, str] | None = None) -> None:
-        """Open `url` (s3, gs, az, file, or `memory://` for tests). Raises `InvalidInputError` when it is malformed."""
+        """Open `url` (s3, gs, az, file, or `memory://` for tests).
+
+        `credentials` are settings of the store and of its HTTP client, by their names with the store's prefix or
+        without. Raises `InvalidInputError` when the URL is malformed or a setting is of no use.
+        """
         self.url = url
         settings = dict(credentials or {})
         self._store = _open(url, settings, retries_max=0)
@@ -347,21 +380,47 @@ class ObjectClient:
             raise BackendFailedError(f"{verb} {self.url}/{path}: {_first_line(failed.exceptions[0])}") from e
 
 
-def _open(url: str, credentials: dict[str, Any], *, retries_max: int) -> Any:
+def _open(url: str, credentials: Mapping[str, str], *, retries_max: int) -> Any:
     scheme = urlsplit(url).scheme
     try:
         if scheme == "memory":
             return MemoryStore()
         if scheme == "file":
             return from_url(url, mkdir=True)
+        of_store, of_http = _sorted(scheme, credentials)
         return from_url(
             url,
-            config=credentials,
-            client_options={"timeout": timedelta(seconds=_TIMEOUT_S), "allow_http": True},
+            config=of_store,
+            client_options={"timeout": timedelta(seconds=_TIMEOUT_S), "allow_http": True, **of_http},
             retry_config={"max_retries": retries_max, "retry_timeout": timedelta(seconds=_RETRY_BUDGET_S)},
         )
     except (BaseError, OSError, ValueError) as e:
-        raise InvalidInputError(f"object.url {url}: {_first_line(e)}") from e
+        raise InvalidInputError(f"object.url {url}: {_without(credentials, _first_line(e))}") from e
+    except BaseException as e:
+        if type(e).__module__ != _PANIC_MODULE:
+            raise
+        keys = ", ".join(sorted(credentials)) or "none"
+        raise InvalidInputError(f"object.url {url}: the store's client takes no such settings: {keys}") from e
+
+
+def _sorted(scheme: str, settings: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tell settings of the store and those of its HTTP client apart."""
+    of_store: dict[str, Any] = {}
+    of_http: dict[str, Any] = {}
+    for name, value in settings.items():
+        plain = name.lower().removeprefix(_REMOTE.get(scheme, ""))
+        if plain in _OF_HTTP:
+            of_http[plain] = value
+        else:
+            of_store[name] = value
+    return of_store, of_http
+
+
+def _without(settings: Mapping[str, str], message: str) -> str:
+    """Leave out what obstore quotes of settings: they are secret."""
+    for value in filter(None, settings.values()):
+        message = message.replace(f'"{value}"', '"..."')
+    return message
 
 
 def _first_line(error: Exception) -> str:
