@@ -77,7 +77,7 @@ _POOL: Final = (
     Reason("KVPool", ("Provisioned",), "False", "PathConflict", _BROKEN,
            "An older pool has the same path on a node, which is left out.", "give tiers of this pool other paths"),
     Reason("KVPool", ("Provisioned",), "False", "NameTooLong", _BROKEN,
-           "POOL.NODE is too long for a name, so the node is left out.", "give the pool a shorter name"),
+           "kvstrata-agent.POOL.NODE is too long for a name, so the node is left out.", "give the pool a shorter name"),
     Reason("KVPool", ("Provisioned",), "False", "AgentsNotRunning", _BROKEN,
            "An agent's pod waits and will not run by itself: scheduler, image or folder, by the message.", _AGENT_PODS),
     Reason("KVPool", ("Provisioned",), "False", "AgentsNotStarted", _BROKEN,

@@ -47,7 +47,11 @@ class Beat:
 
     def lease(self, now: datetime) -> Json:
         """Build the whole Lease, renewed at `now`."""
-        labels = {names.LABEL_POOL: self.pool, names.LABEL_NODE: self.node, names.LABEL_MANAGED_BY: names.MANAGED_BY}
+        labels = {
+            names.LABEL_POOL: self.pool,
+            names.LABEL_NODE: names.label_value(self.node),
+            names.LABEL_MANAGED_BY: names.MANAGED_BY,
+        }
         metadata: Json = {"labels": labels, **self._owned}
         spec = leases.renewal(self.holder, DURATION_S, now) | {"acquireTime": leases.micro_time(now)}
         return leases.lease_body(names.agent_lease_name(self.pool, self.node), metadata, spec)

@@ -182,9 +182,10 @@ def test_the_older_pool_keeps_the_directory_even_while_it_is_deleted() -> None:
     assert "older pool z" in placed["a"].excluded["n"].message
 
 
-def test_a_node_whose_pool_node_could_not_be_named_is_left_out() -> None:
-    long_name = "n" * names.NAME_CHARS_MAX
-    placed = placement.place([declared("p", selector={})], nodes(**{long_name: {}, "n": {}}))["p"]
+def test_a_node_whose_lease_could_not_be_named_is_left_out() -> None:
+    fits = "n" * (names.NAME_CHARS_MAX - len(names.agent_lease_name("p", "")))
+    long_name = f"{fits}n"
+    placed = placement.place([declared("p", selector={})], nodes(**{long_name: {}, fits: {}}))["p"]
 
-    assert placed.nodes == {"n"}
+    assert placed.nodes == {fits}
     assert placed.excluded[long_name].reason is placement.Exclusion.NAME_TOO_LONG

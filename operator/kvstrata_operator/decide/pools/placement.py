@@ -237,12 +237,12 @@ def _resolve(tier: PoolTier, nodes: int, per_node_bytes: int | None) -> NodeTier
 
 
 def _too_long(pool: str, picked: Iterable[str]) -> dict[str, Excluded]:
-    """Nodes whose KVPoolNode would have a name that Kubernetes refuses."""
+    """Nodes whose agent's Lease, the longest name made of the pair, would have one that Kubernetes refuses."""
     limit = names.NAME_CHARS_MAX
     return {
-        node: Excluded(Exclusion.NAME_TOO_LONG, f"name {pool}.{node} is longer than {limit} characters")
+        node: Excluded(Exclusion.NAME_TOO_LONG, f"name {lease} is longer than {limit} characters")
         for node in picked
-        if len(pool) + len(node) + 1 > limit
+        if len(lease := names.agent_lease_name(pool, node)) > limit
     }
 
 

@@ -205,6 +205,15 @@ async def test_slow_and_failing_answers_neither_stretch_the_beat_nor_end_it() ->
     assert all(b - a <= heartbeat.RENEW_S for a, b in itertools.pairwise(times_s))
 
 
+def test_a_node_whose_name_is_too_long_for_a_label_has_a_lease_all_the_same() -> None:
+    node = "ip-10-31-214-107.eu-central-1.compute.team-kv-inference.example.internal"
+    labels = Beat("kvstrata-system", "pool", node, "node_1").lease(datetime(2026, 1, 1, tzinfo=UTC))["metadata"][
+        "labels"
+    ]
+
+    assert labels[names.LABEL_NODE] == names.label_value(node) != node
+
+
 def test_a_lease_says_who_beats_for_whom_and_goes_with_its_node() -> None:
     moment = datetime(2026, 1, 1, tzinfo=UTC)
     lease = BEAT.lease(moment)
