@@ -232,7 +232,7 @@ function writes.DEL(...)
 end
 writes.UNLINK = writes.DEL
 function writes.EXPIRE()
-  return 1 -- Days, against the minutes of a run.
+  return 1 -- Hours or days, against the minutes of a run.
 end
 function writes.HSET(key, ...)
   local found, given = holder(key, 'hash', true), { ... }

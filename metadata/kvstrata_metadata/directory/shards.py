@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvstrata_api.errors import DirectoryAwayError
-from kvstrata_metadata.store.keys import REVERSE_BUCKETS, SESSION_TTL_S, SHARDS, Shard, by_shard
+from kvstrata_metadata.store.keys import REVERSE_BUCKETS, SESSION_TTL_S, SHARDS, TOMBSTONE_S, Shard, by_shard
 from kvstrata_metadata.store.records import (
     Announcement,
     Copy,
@@ -122,7 +122,7 @@ async def drop_agent(store: Store, shard: Shard, incarnation: Incarnation) -> in
     """Refuse whatever a fenced incarnation still sends to a shard and remove its locations; how many there were."""
     start, removed = 0, 0
     while start < REVERSE_BUCKETS:
-        count, start = await store.run_one(Call(Script.DROP_AGENT, shard.key, (incarnation, start, CHUNK)))
+        count, start = await store.run_one(_drop(shard, incarnation, start, CHUNK))
         removed += count
     return removed
 
@@ -132,13 +132,17 @@ async def drop_everywhere(store: Store, shards: Sequence[Shard], incarnation: In
     removed, left = 0, dict.fromkeys(shards, 0)
     while left:
         part = list(left)[:DROPPED_AT_ONCE]
-        calls = [Call(Script.DROP_AGENT, s.key, (incarnation, left[s], CHUNK // 4)) for s in part]
+        calls = [_drop(s, incarnation, left[s], CHUNK // 4) for s in part]
         for shard, (count, start) in zip(part, await store.run(calls), strict=True):
             removed += count
             left[shard] = start
             if start >= REVERSE_BUCKETS:
                 del left[shard]
     return removed
+
+
+def _drop(shard: Shard, incarnation: Incarnation, start: int, limit: int) -> Call:
+    return Call(Script.DROP_AGENT, shard.key, (incarnation, start, limit, int(TOMBSTONE_S)))
 
 
 async def sweep(store: Store, shards: Sequence[Shard], tombstone_s: float) -> list[list[Stream]]:

@@ -17,8 +17,6 @@ from kvstrata_metadata.store.records import Incarnation
 
 ORPHAN_AFTER_S: Final = 60.0
 """Silence after which a stream of an incarnation that the registry does not know is removed: the registry lost it."""
-TOMBSTONE_S: Final = 3_600.0
-"""How long a shard refuses a fenced incarnation by itself; a message cannot be late for longer than its connection."""
 
 
 class LeaseState(StrEnum):

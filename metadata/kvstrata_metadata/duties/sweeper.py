@@ -19,8 +19,8 @@ from kvstrata_metadata.directory import registry, shards
 from kvstrata_metadata.directory.registry import Fleet
 from kvstrata_metadata.duties.authority import Alone, Authority
 from kvstrata_metadata.duties.cluster import ask
-from kvstrata_metadata.duties.collect import TOMBSTONE_S, Fence, LeaseState, Plan, Removal, orphans, plan
-from kvstrata_metadata.store.keys import Shard, incarnation_text
+from kvstrata_metadata.duties.collect import Fence, LeaseState, Plan, Removal, orphans, plan
+from kvstrata_metadata.store.keys import TOMBSTONE_S, Shard, incarnation_text
 from kvstrata_metadata.store.records import Mandate, Verdict
 from kvstrata_metadata.store.store import Store, partly
 from kvstrata_telemetry.tracing import span

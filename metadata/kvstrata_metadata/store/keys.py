@@ -22,6 +22,9 @@ SESSION_DIGEST_BYTES: Final = 16
 SESSION_TTL_S: Final = 7 * 24 * 3600
 """A session that nobody touches for a week is forgotten; its blocks live and die by policy."""
 
+TOMBSTONE_S: Final = 3_600.0
+"""How long a shard refuses a fenced incarnation by itself; a message cannot be late for longer than its connection."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:

@@ -206,6 +206,46 @@ class StoreContract:
         await shards.sweep(care, [shard], -1.0)
         assert await a.say(held(1)) is Verdict.GAP
 
+    async def test_tombstones_that_are_left_alone_end_by_themselves(
+        self, store: Store, care: Store, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or a scope that nobody uses any more would stay: after a change of leader nobody knows its shards."""
+        monkeypatch.setattr(shards, "TOMBSTONE_S", 1.0)
+        a, b = await self.agent(store, shard), await self.agent(store, shard)
+        await a.say(held(1))
+        await b.say(held(1))
+        await shards.drop_agent(care, shard, a.incarnation)
+        await asyncio.sleep(1.5)
+        assert await a.say(held(1)) is Verdict.FENCED, "a living stream shares the key"
+
+        await shards.drop_agent(care, shard, b.incarnation)
+        assert await b.say(held(1)) is Verdict.FENCED
+        await asyncio.sleep(1.5)
+        assert await b.say(held(1), mode=Mode.CONTINUE) is Verdict.GAP, "nothing is known of it"
+
+    async def test_who_comes_to_a_shard_of_tombstones_stays(
+        self, store: Store, care: Store, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shards, "TOMBSTONE_S", 1.0)
+        a, b = await self.agent(store, shard), await self.agent(store, shard)
+        await a.say(held(1))
+        await shards.drop_agent(care, shard, a.incarnation)
+        await b.say(held(1))
+        await asyncio.sleep(1.5)
+
+        assert await b.say(mode=Mode.CHECK, sequence=b.sequence) is Verdict.OK
+
+    async def test_a_sweep_lets_tombstones_end_that_were_left_alone_before(
+        self, store: Store, care: Store, shard: Shard
+    ) -> None:
+        a = await self.agent(store, shard)
+        await a.say(held(1))
+        await shards.drop_agent(care, shard, a.incarnation)
+        assert await shards.sweep(care, [shard], 1.0) == [[]]
+        await asyncio.sleep(1.5)
+
+        assert await a.say(held(1)) is Verdict.GAP
+
     async def test_one_name_has_one_incarnation(self, store: Store, shard: Shard) -> None:
         a = await self.agent(store, shard, name := f"p.{os.urandom(4).hex()}", epoch=5)
         older = await registry.register_agent(store, AgentRecord(name, 4, "127.0.0.1:2"))

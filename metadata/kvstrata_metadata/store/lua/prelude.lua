@@ -3,7 +3,8 @@
 -- KEYS[1] is the shard's prefix, `kf:{<scope tag>.<shard>}`. Under it:
 --   b<2 bytes of digest>               hash  digest -> locations, newest last, LOCATION_BYTES each
 --   r<incarnation><2 chars of bucket>  hash  digest -> ''     reverse index: what one incarnation announced
---   s                                  hash  incarnation -> `<last sequence> <second seen>` or `x <second fenced>`
+--   s                                  hash  incarnation -> `<last sequence> <second seen>` or `x <second fenced>`;
+--                                            it expires where tombstones alone are left
 --   n<session digest>                  string, a session record
 --   t                                  zset   session digest by the second of its last change
 --   x                                  string second in which the scope was erased; nothing is written from then on
@@ -17,6 +18,8 @@ local CHANGE_BYTES = 33 -- digest 20, then a location without its incarnation
 local COPIES_MAX = 16 -- Newest copies of one block that are kept; a reader needs a few, a popular block has thousands.
 local SHARDS = 16
 local BUCKETS = 65536 -- Names of two bytes; a shard has the sixteenth that begins with its digit.
+local STREAMS_LOOKED_AT = 8
+local LIVING_S = 315360000 -- Ten years. Agents of servers with older rights may not PERSIST.
 local REVERSE_BUCKETS = 256 -- An agent with a million blocks in a scope has 244 in each: short to search, few bytes a key.
 
 local function second()
@@ -67,6 +70,22 @@ local function retract(digest, incarnation)
   call('HDEL', reverse_key(incarnation, reverse_bucket(digest)), digest)
 end
 
+-- Whether anything but tombstones is left. A few are looked at first: a shard may have thousands of streams.
+local function has_streams()
+  for _, incarnation in ipairs(call('HRANDFIELD', SHARD .. 's', STREAMS_LOOKED_AT)) do
+    if sub(call('HGET', SHARD .. 's', incarnation), 1, 2) ~= 'x ' then
+      return true
+    end
+  end
+  local all = call('HGETALL', SHARD .. 's')
+  for i = 2, #all, 2 do
+    if sub(all[i], 1, 2) ~= 'x ' then
+      return true
+    end
+  end
+  return false
+end
+
 -- Decide whether message `sequence` of a stream is the next one, and remember it when it is.
 --
 -- Modes: `continue` follows the last message; `withdraw` begins a removal of everything, whatever was last; `reset`
@@ -95,6 +114,9 @@ local function admit(incarnation, sequence, mode)
   end
   local noted = redis.pcall('HSET', SHARD .. 's', incarnation, string.format('%.0f %s', sequence, second()))
   if type(noted) == 'number' then
+    if not state then
+      call('EXPIRE', SHARD .. 's', LIVING_S, 'XX')
+    end
     return 'ok'
   end
   if string.find(noted.err, 'OOM', 1, true) then
