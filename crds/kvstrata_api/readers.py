@@ -75,8 +75,9 @@ def of_share(share: KVPrefixShare, declared: Declared, now: datetime) -> tuple[R
         named = (f"tenant {t.tenant}" if t.tenant else f"domain {t.domain}" for t in share.spec.to)
         return tuple(Reader(who.split(" ")[1], scope, who, end, refusal=NOT_GRANTED) for who in named)
     over = "" if shares.is_open(share, now) else EXPIRED
-    writer = Reader(granting.metadata.name, scope, "grants it", end, can_write=True, refusal=over)
-    readings = shares.readings(share, granting, declared)
+    excess = "" if shares.is_given(share, granting, declared, now) else shares.Refusal.TOO_MANY_SHARES
+    writer = Reader(granting.metadata.name, scope, "grants it", end, can_write=not excess, refusal=over or excess)
+    readings = shares.readings(share, granting, declared, now)
     return (writer, *(Reader(r.reader, scope, f"as {r.by}", end, refusal=over or r.refusal or "") for r in readings))
 
 

@@ -365,6 +365,9 @@ _SHARE: Final = (
            "kvstrata who-can-read says why for each"),
     Reason("KVPrefixShare", ("Active",), "False", "Expired", _WARNING, "spec.expiresAt has passed; nobody reads by it.",
            "kubectl -n NAMESPACE delete kvprefixshare NAME, or a later spec.expiresAt"),
+    Reason("KVPrefixShare", ("Active",), "False", "TooManyShares", _WARNING,
+           "The granting tenant has more than 64 shares in the pool; those behind the 64th by name are not written.",
+           "kubectl -n NAMESPACE delete kvprefixshare NAME, or another share of that tenant"),
     Reason("KVPrefixShare", ("Expired",), "True", "Expired", _ECHO, "See Active.",
            "kubectl -n NAMESPACE delete kvprefixshare NAME, or a later spec.expiresAt"),
     Reason("KVPrefixShare", ("Expired",), "False", "NotExpired", _GOOD, "The message says until when it lasts."),
@@ -378,6 +381,9 @@ _SHARE: Final = (
     Reason("KVPrefixShare", ("ReadersAgreed",), "False", "DomainPrivate", _WARNING,
            "A domain that spec.to names has spec.sharing Private.",
            "kubectl edit kvtrustdomain DOMAIN: another spec.sharing, or name its tenants"),
+    Reason("KVPrefixShare", ("ReadersAgreed",), "False", "TooManyShares", _WARNING,
+           "A reader gets 64 shares of the pool, its own first, then by name; this one is not among them.",
+           "kubectl -n NAMESPACE edit kvprefixshare NAME: prefixes of several shares in one, or fewer readers"),
 )  # fmt: skip
 
 _REFUSED: Final = ("Accepted", "Progressing")

@@ -7,7 +7,7 @@ of other bytes than the tokens make.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
@@ -19,7 +19,7 @@ from kvstrata_api.names import KEY_VERSION, NamedPrefix, ScopeId
 from kvstrata_api.trust import Access, ScopeKind, is_member, publishes, scope_id
 
 SHARES_MAX: Final = 64
-"""Shares that one tenant's clients get, its own first, then by name: their prefixes have to fit one frame."""
+"""Shares of a pool that one tenant's clients get, its own first, then by name: their prefixes have to fit one frame."""
 
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
@@ -36,6 +36,8 @@ class Refusal(StrEnum):
     """The reader neither accepts shares of the granting tenant nor has a publisher of its domain in it."""
     DOMAIN_PRIVATE = "DomainPrivate"
     """The domain's `sharing` is Private."""
+    TOO_MANY_SHARES = "TooManyShares"
+    """The reader gets `SHARES_MAX` other shares of the pool, which come before this one."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,19 @@ class Declared:
         """Return what `trust.joined_domain` does."""
         name = tenant.spec.trust_domain or ""
         return self.domain_by_name[name] if tenant.metadata.name in self.members.get(name, {}) else None
+
+    @cached_property
+    def by_pool(self) -> dict[str, list[KVPrefixShare]]:
+        """Shares of each pool."""
+        found: dict[str, list[KVPrefixShare]] = {}
+        for share in self.shares:
+            found.setdefault(share.spec.pool_ref, []).append(share)
+        return found
+
+    @cached_property
+    def given(self) -> dict[tuple[str, str], tuple[datetime, frozenset[str]]]:
+        """Which shares a tenant gets of a pool, and for which moment that was found; filled by `is_given`."""
+        return {}
 
     @cached_property
     def by_namespace(self) -> dict[str, list[KVTenant]]:
@@ -163,10 +178,30 @@ def consents(reader: KVTenant, granting: KVTenant, declared: Declared) -> bool:
     return publishes(granting.metadata.name, domain)
 
 
-def readings(share: KVPrefixShare, granting: KVTenant, declared: Declared) -> tuple[Reading, ...]:
+def readings(share: KVPrefixShare, granting: KVTenant, declared: Declared, now: datetime) -> tuple[Reading, ...]:
     """Decide for everybody whom the share names whether it may read; the granting tenant itself is left out."""
     found = [r for t in share.spec.to for r in _named(t.tenant, t.domain, granting, declared)]
-    return tuple(r for r in dict.fromkeys(found) if r.reader != granting.metadata.name or r.refusal)
+    others = (r for r in dict.fromkeys(found) if r.reader != granting.metadata.name or r.refusal)
+    return tuple(_within_limit(reading, share, declared, now) for reading in others)
+
+
+def _within_limit(reading: Reading, share: KVPrefixShare, declared: Declared, now: datetime) -> Reading:
+    if reading.refusal or is_given(share, declared.by_name[reading.reader], declared, now):
+        return reading
+    return replace(reading, refusal=Refusal.TOO_MANY_SHARES)
+
+
+def is_given(share: KVPrefixShare, tenant: KVTenant, declared: Declared, now: datetime) -> bool:
+    """Whether an open share that a tenant may read or write is one of those that its clients get: see `SHARES_MAX`."""
+    pool = share.spec.pool_ref
+    if len(declared.by_pool.get(pool, ())) <= SHARES_MAX or not is_open(share, now):
+        return True
+    key = (tenant.metadata.name, pool)
+    moment, found = declared.given.get(key, (None, frozenset[str]()))
+    if moment != now:
+        found = frozenset(access.name for access in accesses(tenant, declared, pool, now))
+        declared.given[key] = (now, found)
+    return share_name(share) in found
 
 
 def may_read(share: KVPrefixShare, reader: KVTenant, granting: KVTenant, declared: Declared) -> bool:
@@ -187,8 +222,8 @@ def accesses(tenant: KVTenant, declared: Declared, pool: str, now: datetime) -> 
 
 
 def _accesses(tenant: KVTenant, declared: Declared, pool: str, now: datetime) -> Iterator[Access]:
-    for share in declared.shares:
-        if share.spec.pool_ref != pool or not is_open(share, now):
+    for share in declared.by_pool.get(pool, ()):
+        if not is_open(share, now):
             continue
         granting = granting_tenant(share, declared)
         if granting is None:

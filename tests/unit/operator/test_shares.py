@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata_api import names
+from kvstrata_api import names, shares
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 from support.operator.fleet import SETTING, Fleet, condition
@@ -87,6 +87,26 @@ def test_an_end_outside_the_years_of_utc_is_the_first_or_the_last_moment(end: st
 @pytest.mark.parametrize("text", ["", "soon", "9999-12-31T23:59:59-05:00"])
 def test_a_stored_time_that_is_none_of_utc_counts_as_absent(text: str) -> None:
     assert kinds.parse_time(text) is None
+
+
+def test_shares_behind_the_64th_say_that_nobody_gets_them() -> None:
+    fleet = sharing()
+    fleet.tenant("d", acceptSharesFrom=["a"], serviceAccounts=[{"namespace": "d", "name": "engine"}])
+    prefixes = [{"digest": "0" * 64, "tokenCount": 16}]
+    for i in range(shares.SHARES_MAX):
+        fleet.put(
+            kinds.SHARE, f"d{i:02}", namespace="d", spec={"poolRef": "p", "prefixes": prefixes, "to": [{"tenant": "a"}]}
+        )
+    read = share(fleet, to=[{"tenant": "b"}, {"tenant": "d"}])
+    assert condition(read, "Active") == ("True", "Granted")
+    assert condition(read, "ReadersAgreed") == ("False", "TooManyShares")
+    assert message(read, "ReadersAgreed") == "tenant d: d gets 64 shares of the pool, which come before this one"
+    assert read["status"]["consumers"] == 1
+
+    fleet.put(kinds.SHARE, "d64", namespace="d", spec={"poolRef": "p", "prefixes": prefixes, "to": [{"tenant": "a"}]})
+    fleet.settle()
+    last = fleet.of(kinds.SHARE)["d64"]
+    assert condition(last, "Active") == ("False", "TooManyShares")
 
 
 def test_a_share_that_is_prolonged_after_its_end_starts_with_another_key() -> None:

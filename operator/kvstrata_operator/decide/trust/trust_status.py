@@ -131,6 +131,7 @@ _WHY: Final = {
     Refusal.NOT_ACCEPTED: "neither lists the granting tenant in spec.acceptSharesFrom nor has it as a publisher of its"
     " domain",
     Refusal.DOMAIN_PRIVATE: "has spec.sharing Private",
+    Refusal.TOO_MANY_SHARES: f"gets {shares.SHARES_MAX} shares of the pool, which come before this one",
 }
 
 
@@ -166,7 +167,13 @@ def _readings(share: KVPrefixShare | None, seen: ShareSeen, now: datetime) -> tu
     if share is None or seen.fault or not shares.is_open(share, now):
         return ()
     granting = shares.granting_tenant(share, seen.declared)
-    return shares.readings(share, granting, seen.declared) if granting else ()
+    return shares.readings(share, granting, seen.declared, now) if granting else ()
+
+
+def _is_written(share: KVPrefixShare, seen: ShareSeen, now: datetime) -> bool:
+    """Whether engines of the granting tenant store blocks in the share's scope."""
+    granting = shares.granting_tenant(share, seen.declared)
+    return granting is None or shares.is_given(share, granting, seen.declared, now)
 
 
 def _count(readings: Sequence[Reading]) -> int:
@@ -187,15 +194,18 @@ def _conditions(
     until = f"until {format_time(end)}" if end else "without end"
     return (
         accepted(make),
-        _active(make, _count(readings), until, has_key=seen.has_key),
+        _active(make, _count(readings), until, has_key=seen.has_key, is_written=_is_written(share, seen, now)),
         make.false("Expired", "NotExpired", until),
         agreed(make, "ReadersAgreed", _unmet(readings)),
     )
 
 
-def _active(make: ConditionMaker, count: int, until: str, *, has_key: bool) -> Condition:
+def _active(make: ConditionMaker, count: int, until: str, *, has_key: bool, is_written: bool) -> Condition:
     if not has_key:
         return make.false("Active", "KeyMissing", "the Secret with the scope's key is not there yet, or is not ours")
+    if not is_written:
+        most = f"the granting tenant's first {shares.SHARES_MAX} shares of the pool, by name, are written, not this one"
+        return make.false("Active", "TooManyShares", most)
     if not count:
         return make.false("Active", "NoReader", "nobody whom spec.to names may read")
     return make.true("Active", "Granted", f"{count} tenants may read {until}")
