@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_api import names
+from kvstrata_api import names, units
 from kvstrata_api.models.pool import KVPoolSpec
 from kvstrata_operator.decide.pools import placement
 from kvstrata_operator.observe import kinds
@@ -189,3 +189,20 @@ def test_a_node_whose_lease_could_not_be_named_is_left_out() -> None:
 
     assert placed.nodes == {fits}
     assert placed.excluded[long_name].reason is placement.Exclusion.NAME_TOO_LONG
+
+
+@pytest.mark.parametrize(("page", "bytes_"), [("4Ki", 4096), ("2Mi", 2 << 20), ("1Gi", 1 << 30)])
+@pytest.mark.parametrize(("low", "high"), [("10G", "200G"), ("2500Mi", "32Gi"), ("2500Mi", "2600Mi"), ("1", "2")])
+def test_sizes_of_a_tier_that_scales_are_whole_pages(page: str, bytes_: int, low: str, high: str) -> None:
+    scaling = {"autoscale": {"minPerNode": low, "maxPerNode": high}, "hostDRAM": {"pageSize": page}}
+    (made,) = KVPoolSpec.model_validate(pool_spec([tier("dram", size="8Gi", **scaling)])).tiers
+    policy = placement.policy_of(made)
+
+    assert policy is not None
+    assert policy.min_per_node % bytes_ == policy.max_per_node % bytes_ == 0
+    assert 0 < policy.min_per_node <= policy.max_per_node <= max(bytes_, units.parse_quantity(high))
+    for stored in (1, 9 << 30, (1 << 50) + 1):
+        size = placement.size_of(made, {"dram": stored})
+        assert size is not None
+        assert size % bytes_ == 0
+        assert policy.min_per_node <= size <= policy.max_per_node

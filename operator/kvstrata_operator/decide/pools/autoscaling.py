@@ -14,7 +14,7 @@ from kvstrata_api import units
 from kvstrata_api.models.pool import EvictionPolicy, KVPool, PoolTier, TierAutoscale, TierScale
 from kvstrata_api.tiers import step_down, step_up
 from kvstrata_operator.decide.plan.actions import Note
-from kvstrata_operator.decide.pools.placement import size_of
+from kvstrata_operator.decide.pools.placement import policy_of, size_of
 from kvstrata_operator.observe.kinds import format_time, parse_time
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen, TierSeen
 
@@ -48,7 +48,7 @@ class Step:
 
 
 def decide(policy: TierAutoscale, now_bytes: int, signal: Signal, grain_bytes: int) -> Step | None:
-    """Make one step, or none. `grain_bytes` is the page size: sizes are whole pages, as far as the bounds are."""
+    """Make one step, or none. `grain_bytes` is the page size: sizes are whole pages where bounds are (`policy_of`)."""
     limit = policy.min_gain_permille
     if signal.gain_permille >= limit:
         up = min(policy.max_per_node, step_up(now_bytes, grain_bytes))
@@ -69,7 +69,7 @@ def scale(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], now: datetim
     """Sizes of the pool's tiers that scale, each with at most one step more than the stored status has."""
     assert pool.model is not None
     spec, stored = pool.model.spec, {s.get("tier"): s for s in _stored(pool.status)}
-    kept = [(t, t.autoscale, _kept(t, stored.get(t.name, {}))) for t in spec.tiers]
+    kept = [(t, policy_of(t), _kept(t, stored.get(t.name, {}))) for t in spec.tiers]
     return tuple(
         before if spec.paused else _scaled(tier, policy, before, seen, spec.policy.eviction, now)
         for tier, policy, before in kept

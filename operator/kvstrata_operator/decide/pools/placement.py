@@ -19,9 +19,9 @@ from posixpath import normpath
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvstrata_api import names
+from kvstrata_api import names, units
 from kvstrata_api.directories import Directory, directories_of
-from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier
+from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier, TierAutoscale
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_operator.observe.kinds import digest
 from kvstrata_operator.observe.records import Declared, NodeSeen, PoolNodeSeen
@@ -121,11 +121,29 @@ def resolve_tiers(
 
 def size_of(tier: PoolTier, scales: Mapping[str, int]) -> int | None:
     """Bytes of a tier on each node; None for one that is shared by all nodes."""
-    policy = tier.autoscale
+    policy = policy_of(tier)
     if policy is None or tier.capacity_per_node is None:
         return tier.capacity_per_node
-    wanted = scales.get(tier.name, tier.capacity_per_node)
+    page_bytes = _page_bytes(tier)
+    wanted = scales.get(tier.name, tier.capacity_per_node) // page_bytes * page_bytes
     return max(policy.min_per_node, min(policy.max_per_node, wanted))
+
+
+def policy_of(tier: PoolTier) -> TierAutoscale | None:
+    """How a tier scales, with bounds of whole pages: Kubernetes refuses any other amount of huge pages.
+
+    Where no whole page lies between the bounds, the upper one is kept.
+    """
+    if tier.autoscale is None:
+        return None
+    page_bytes = _page_bytes(tier)
+    most = max(page_bytes, tier.autoscale.max_per_node // page_bytes * page_bytes)
+    least = min(most, -(-tier.autoscale.min_per_node // page_bytes) * page_bytes)
+    return tier.autoscale.model_copy(update={"min_per_node": least, "max_per_node": most})
+
+
+def _page_bytes(tier: PoolTier) -> int:
+    return units.PAGE_BYTES[tier.host_dram.page_size] if tier.host_dram is not None else 1
 
 
 def scales_of(status: Mapping[str, Any]) -> dict[str, int]:
