@@ -222,7 +222,11 @@ class StandaloneWorld:
         mark = await asyncio.to_thread(self._source.mark)
         if mark != self._mark:
             self._mark = mark
-            await self._take(mark)
+            try:
+                await self._take(mark)
+            except OSError:  # Keys could not be kept, so nothing was taken in.
+                self._mark = None
+                raise
 
     async def _take(self, mark: object) -> None:
         """Take a change in; one that is refused leaves what was good last."""
@@ -312,10 +316,15 @@ class StandaloneWorld:
         book = self._book
         for erased in status.erased:
             book = keys.confirm(book, erased.uid, erased.key_version)
-        if book != self._book:
-            self._book = book
+        if book == self._book:
+            return
+        try:
             keys.save(self._state_dir / KEYS_FILE, book)
-            self._publish(self._manifest)
+        except OSError as e:  # The next report says the same again.
+            _log.warning("erasure not noted", extra={"cause": str(e)})
+            return
+        self._book = book
+        self._publish(self._manifest)
 
     def _trust_changed(self) -> None:
         """Forget derived grants and keys, and wake whoever waits."""

@@ -1,6 +1,7 @@
 """Laws of `kvstrata up` that need no process: what manifests, machine facts, users and tokens become."""
 
 import base64
+import errno
 import itertools
 import os
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from kvstrata_agent.app.standalone.world import Source, StandaloneWorld
 from kvstrata_agent.serve.authorization import check_layout
 from kvstrata_api.errors import ForbiddenError, InvalidInputError, UnauthenticatedError, UnsupportedError
 from kvstrata_api.models.pool import Compatibility
+from kvstrata_api.models.poolnode import KVPoolNodeStatus, TenantErased
 from kvstrata_api.trust import Identity
 from kvstrata_api.units import GIB, MIB
 from kvstrata_api.validate import validate
@@ -400,6 +402,51 @@ def test_what_cannot_be_published_leaves_what_was_good_last(tmp_path: Path, monk
 
     assert standing.world._declared_node() == before
     assert [t.metadata.name for t in standing.world._stores.tenants] == ["a"]
+
+
+def full(_path: Path, _book: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_change_whose_keys_could_not_be_kept_is_taken_in_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump_all([pool(), tenant("a", "token/a"), tenant("b", "token/b")]))
+    source = Source((file,))
+    world = StandaloneWorld(source, source.read(), tmp_path, Tokens({}), tmp_path / "kek")
+    world._keks.look()
+    world._hang_up()
+    await world._look()
+    file.write_text(yaml.safe_dump_all([pool(), tenant("a", "token/a")]))
+    with monkeypatch.context() as patched:
+        patched.setattr(keys, "save", full)
+        for _ in range(2):
+            world._poll.fire()
+            with pytest.raises(OSError, match="No space"):
+                await world._look()
+    assert world.authenticator.authorize(Identity("token", "b")).grants.tenant == "b"
+
+    world._poll.fire()
+    await world._look()
+    with pytest.raises(ForbiddenError):
+        world.authenticator.authorize(Identity("token", "b"))
+
+
+def test_an_erasure_that_could_not_be_noted_is_noted_by_a_later_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standing = Standing(tmp_path, tenant("a", "token/a", eraseRequested="1"))
+    world, entry = standing.world, standing.world._book["tenant/a"]
+    status = KVPoolNodeStatus(erased=(TenantErased(uid=entry.uid, key_version=entry.key_version),))
+    with monkeypatch.context() as patched:
+        patched.setattr(keys, "save", full)
+        world._reported(status)
+    assert world._book["tenant/a"].erased == ""
+
+    world._reported(status)
+    assert world._book["tenant/a"].erased == "1"
+    assert keys.load(tmp_path / "keys.json") == world._book
 
 
 # A pool of any model.
