@@ -1,6 +1,7 @@
 """Command that asks the metadata service: fleet."""
 
 import argparse
+import http.client
 import json
 import os
 import urllib.error
@@ -70,7 +71,7 @@ def _get(address: str, path: str, query: dict[str, str]) -> Json:
             found: Json = json.load(answer)
     except urllib.error.HTTPError as e:
         raise InvalidInputError(f"{url}: {e.code} {e.read()[:200].decode(errors='replace')}") from e
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:
         raise DirectoryAwayError(f"{url}: {e}: is it a metadata service?") from e
     return found
 

@@ -13,7 +13,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import PAGE_SIZE
 from kvstrata_client.commands import kubectl, output
 from kvstrata_client.commands.kubectl import Kubectl
-from kvstrata_client.commands.manifests import objects
+from kvstrata_client.commands.manifests import named, objects
 from kvstrata_client.commands.output import table
 
 Json = Mapping[str, Any]
@@ -105,7 +105,7 @@ def options(found: argparse.ArgumentParser) -> None:
 def _install(given: argparse.Namespace) -> int:
     """Print every finding; 1 when one of them is a failure."""
     release = Release(given.namespace, merged([placed.obj for _, placed in objects(given.values)]))
-    pools = [dict(placed.obj) for _, placed in objects(given.pool) if placed.obj.get("kind") == "KVPool"]
+    pools = [dict(pool) for pool in named(given.pool, "KVPool")]
     if given.pool and not pools:
         raise InvalidInputError(f"{', '.join(given.pool)}: holds no KVPool")
     asked = Kubectl.of(given, "it asks the cluster")

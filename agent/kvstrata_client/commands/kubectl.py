@@ -62,7 +62,12 @@ class Kubectl:
     def _run(self, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         try:
             return subprocess.run(
-                (*self.command, *words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+                (*self.command, *words),
+                capture_output=True,
+                text=True,
+                errors="replace",  # Logs of containers are any bytes.
+                timeout=TIMEOUT_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as e:
             raise ApiServerAwayError(f"kubectl: {e}") from e

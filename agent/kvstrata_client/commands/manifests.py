@@ -34,6 +34,19 @@ def objects(sources: Sequence[str]) -> Iterator[tuple[str, Placed]]:
         yield from ((shown(path), placed) for placed in objects_of(path))
 
 
+def named(sources: Sequence[str], *kinds: str) -> Iterator[Json]:
+    """Every object of these kinds. Raises `InvalidInputError` with file and line for one that has no name."""
+    for file, placed in objects(sources):
+        if placed.obj.get("kind") not in kinds:
+            continue
+        metadata = placed.obj.get("metadata")
+        name = metadata.get("name") if isinstance(metadata, Mapping) else None
+        if not isinstance(name, str) or not name:
+            line, kind = placed.line("metadata.name"), placed.obj["kind"]
+            raise InvalidInputError(f"{file}:{line}: {kind}: metadata.name is {name!r:.40}, a name is wanted")
+        yield placed.obj
+
+
 def files(sources: Sequence[str]) -> Iterator[Path]:
     """Files that are named, with those of named directories; `-` is standard input."""
     for source in sources:
@@ -128,7 +141,7 @@ def _flat(found: Iterable[Json]) -> Iterator[Json]:
 
 
 def _manifests(given: argparse.Namespace) -> Iterator[Json]:
-    return (placed.obj for _, placed in objects(given.filename))
+    return named(given.filename, "Namespace", "KVTenant", "KVTrustDomain", "KVPrefixShare")
 
 
 def _cluster(given: argparse.Namespace) -> list[Json]:

@@ -4,10 +4,10 @@ Everything but sessions and rates is `status`'s own overview, so the two cannot 
 """
 
 import argparse
+import http.client
 import json
 import re
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -195,7 +195,7 @@ def samples(prometheus: str, query: str) -> Samples:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  `_top` has checked it.
             found = json.load(answer)["data"]["result"]
         return [(sample["metric"], float(sample["value"][1])) for sample in found]
-    except (OSError, ValueError, KeyError, TypeError, urllib.error.HTTPError) as e:
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as e:
         raise UnsupportedError(f"{prometheus}: {e}: is it a Prometheus?") from e
 
 

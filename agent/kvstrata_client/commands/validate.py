@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from kvstrata_api.errors import InvalidInputError
@@ -127,8 +126,7 @@ def _of_pool(pool: Json, nodes: Sequence[Json] | None) -> Iterator[tuple[str, st
 def _nodes(given: argparse.Namespace) -> list[Json] | None:
     """Nodes of a file or a cluster; None where neither is named. Raises what reading them raises."""
     if given.nodes:
-        found = [placed.obj for placed in manifests.objects_of(Path(given.nodes))]
-        nodes = [obj for obj in found if obj.get("kind") == "Node"]
+        nodes = list(manifests.named([given.nodes], "Node"))
         if not nodes:
             raise UsageError(f"--nodes {given.nodes}: holds no Node; give what `kubectl get nodes -o yaml` prints")
         return nodes

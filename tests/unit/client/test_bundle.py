@@ -14,6 +14,7 @@ from kvstrata_api.errors import ApiServerAwayError
 from kvstrata_client.cli import main
 from kvstrata_client.commands.bundle import REDACTED, chosen, collected, redacted, redacted_text, write
 from kvstrata_client.commands.doctor import Seen
+from kvstrata_client.commands.kubectl import Kubectl
 
 pytestmark = pytest.mark.unit
 
@@ -26,6 +27,12 @@ def pod(name: str, *, pool: str = "", node: str = "") -> dict[str, Any]:
     labels = {names.LABEL_POOL: pool} if pool else {}
     return {"kind": "Pod", "metadata": {"name": name, "labels": labels, "creationTimestamp": NOW.isoformat()},
             "spec": {"nodeName": node}, "status": {}}  # fmt: skip
+
+
+def test_a_log_that_is_no_text_is_taken_with_what_can_be_read_of_it() -> None:
+    prints = Kubectl(("sh", "-c", r"printf 'a\377b'"))
+
+    assert prints.text("logs") == "a\N{REPLACEMENT CHARACTER}b"
 
 
 @pytest.mark.parametrize(
