@@ -6,9 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
@@ -18,8 +16,12 @@ from kvstrata_api.wire import KEYS_MAX, Request, RouteHint, WhyMiss
 from kvstrata_client.client import Client
 from kvstrata_client.commands import output
 from kvstrata_client.commands.output import UsageError, table
+from kvstrata_client.commands.token_ids import read_ids
 from kvstrata_client.target import NO_TOKEN, Target, pool_layout
 from kvstrata_client.verbs.results import Scope
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WAIT_S = 5.0
 
@@ -265,7 +267,7 @@ def _key(client: Client, given: argparse.Namespace) -> BlockKey:
 
 
 def _lookup(given: argparse.Namespace) -> int:
-    tokens = _read_tokens(given.tokens)
+    tokens = read_ids(given.tokens)
     with attach(given) as client:
         grants = client.grants
         assert grants is not None, "an attached client has grants"
@@ -319,7 +321,7 @@ def _answers(
     ask: Callable[[Client, Scope, "np.typing.NDArray[np.uint32]"], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Ask about the given tokens in each scope. Raises `UnsupportedError` of an agent that lacks the verb."""
-    tokens = _read_tokens(given.tokens)
+    tokens = read_ids(given.tokens)
     with attach(given) as client:
         grants = client.grants
         assert grants is not None, "an attached client has grants"
@@ -371,11 +373,3 @@ def _found(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]")
     places = [prefix.place(i) for i in range(prefix.blocks)]
     named = [f"remote {tier}" if is_remote else tier for tier, is_remote in places]
     return {"scope": scope.id, "blocks": len(keys), "hit_blocks": prefix.blocks, "places": named}
-
-
-def _read_tokens(source: str) -> "np.typing.NDArray[np.uint32]":
-    try:
-        text = Path("/dev/stdin" if source == "-" else source).read_text()
-        return np.asarray(json.loads(text), dtype=np.uint32)
-    except (OSError, ValueError, OverflowError, TypeError) as e:
-        raise InvalidInputError(f"tokens {source}: a JSON list of token ids wanted: {e}") from e

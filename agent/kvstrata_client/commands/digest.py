@@ -1,7 +1,6 @@
 """Command that names a prefix for a KVPrefixShare: digest."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +14,7 @@ from kvstrata_api.names import API_VERSION
 from kvstrata_api.validate import validate
 from kvstrata_client.commands import output
 from kvstrata_client.commands.output import UsageError
+from kvstrata_client.commands.token_ids import checked, read_ids, read_text
 
 TOKENS_MAX: Final = 10_000_000
 """`maximum` of spec.prefixes[].tokenCount."""
@@ -82,28 +82,20 @@ def _tokens(given: argparse.Namespace) -> npt.NDArray[np.uint32]:
     sources = [bool(given.tokens), given.file is not None, given.text is not None, given.text_file is not None]
     if sources.count(True) != 1:
         raise UsageError("give token ids, --tokens, --text or --text-file: exactly one of them")
-    tokens = _token_ids(given) if sources[0] or sources[1] else _tokenized(given)
+    if given.file is not None:
+        tokens = read_ids(given.file)
+    else:
+        tokens = checked(given.tokens) if given.tokens else _tokenized(given)
     if not 0 < len(tokens) <= TOKENS_MAX:
         raise InvalidInputError(f"{len(tokens)} tokens, 1 to {TOKENS_MAX} wanted")
     return tokens
-
-
-def _token_ids(given: argparse.Namespace) -> npt.NDArray[np.uint32]:
-    """Read token ids. Raises `InvalidInputError` for what is no list of them."""
-    try:
-        ids = json.loads(_read(given.file)) if given.file is not None else given.tokens
-    except ValueError as e:
-        raise InvalidInputError(f"--tokens {given.file}: a JSON list of token ids wanted: {e}") from e
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
-        raise InvalidInputError("token ids are whole numbers from 0 to 4294967295, in a list")
-    return np.asarray(ids, dtype=np.uint32)
 
 
 def _tokenized(given: argparse.Namespace) -> npt.NDArray[np.uint32]:
     """Tokenize text. Raises `InvalidInputError` without a tokenizer, `UnsupportedError` without its package."""
     if given.tokenizer is None:
         raise InvalidInputError("--tokenizer is missing: the same text has other tokens in every model")
-    text = given.text if given.text is not None else _read(given.text_file)
+    text = given.text if given.text is not None else read_text(given.text_file)
     path = given.tokenizer / "tokenizer.json" if given.tokenizer.is_dir() else given.tokenizer
     if not path.exists():
         raise InvalidInputError(f"--tokenizer {given.tokenizer}: there is no {path}; give the folder of a model")
@@ -116,10 +108,3 @@ def _tokenized(given: argparse.Namespace) -> npt.NDArray[np.uint32]:
     except Exception as e:
         raise InvalidInputError(f"--tokenizer {path}: {e}") from e
     return np.asarray(tokenizer.encode(text, add_special_tokens=not given.no_special_tokens).ids, dtype=np.uint32)
-
-
-def _read(source: str) -> str:
-    try:
-        return Path("/dev/stdin" if source == "-" else source).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise InvalidInputError(f"{source}: {e}") from e

@@ -2,15 +2,19 @@
 
 import argparse
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import reference
+from kvstrata_api.errors import UnsupportedError
 from kvstrata_client.cli import COMMANDS, main, parser
 from kvstrata_client.commands import of_agent
+from kvstrata_client.commands.top import samples
 
 pytestmark = pytest.mark.unit
 
@@ -174,6 +178,69 @@ def test_an_absent_metadata_service_is_said_with_its_address(capsys: pytest.Capt
 
     assert code == 1
     assert "http://127.0.0.1:1/v1/fleet" in err
+
+
+@pytest.mark.parametrize("answer", [b"-ERR unknown command\r\n", b""])
+def test_what_does_not_speak_http_is_said_to_be_no_metadata_service(
+    capsys: pytest.CaptureFixture[str], answer: bytes
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        threading.Thread(target=_answer_once, args=(server, answer), daemon=True).start()
+        code, _, err = run(capsys, "fleet", "--address", address)
+
+    assert code == 1
+    assert "is it a metadata service?" in err
+
+
+def _answer_once(server: socket.socket, answer: bytes) -> None:
+    with server.accept()[0] as caller:
+        caller.recv(1000)
+        caller.sendall(answer)
+
+
+@pytest.mark.parametrize("address", ["localhost:abc", "a b:1"])
+def test_what_is_no_address_is_said_with_it(capsys: pytest.CaptureFixture[str], address: str) -> None:
+    code, _, err = run(capsys, "fleet", "--address", address)
+
+    assert (code, f"http://{address}/v1/fleet" in err) == (1, True)
+
+
+def test_a_prometheus_that_does_not_speak_http_is_said() -> None:
+    with pytest.raises(UnsupportedError, match="is it a Prometheus"):
+        samples("http://localhost:abc", "up")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("Namespace", ("who-can-read", "--tenant", "a", "-f")),
+        ("KVPool", ("install", "--check", "--pool")),
+        ("Node", ("validate", "-f", str(EXAMPLES), "--nodes")),
+    ],
+)
+@pytest.mark.parametrize("metadata", ["null", "{}", "[]", "{name: 7}"])
+def test_an_object_without_a_name_is_refused_with_its_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, arguments: tuple[str, ...], metadata: str
+) -> None:
+    path = tmp_path / "nameless.yaml"
+    path.write_text(f"apiVersion: v1\nkind: {kind}\nmetadata: {metadata}\n")
+    code, _, err = run(capsys, *arguments, str(path))
+
+    assert code != 0
+    assert f"{path}:" in err
+    assert f"{kind}: metadata.name" in err
+
+
+@pytest.mark.parametrize("text", ["[[1, 2]]", "[1.9]", '"12"', "7", "[true]", "[4294967296]", "[-1]", "{}", "[1"])
+def test_what_is_no_list_of_token_ids_is_refused_by_every_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(text)
+    for command in ("lookup", "route-hint", "why-miss"):
+        code, _, err = run(capsys, command, "--pool", "p", "--layout", "l.json", str(path))
+        assert (code, f"tokens {path}: " in err, "token ids" in err) == (1, True, True), err
 
 
 def test_a_shell_completes_commands_and_their_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
