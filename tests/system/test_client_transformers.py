@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from transformers import DynamicCache, LlamaConfig  # noqa: E402
 from kvstrata_agent.blocks.tier import Tier  # noqa: E402
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
-from kvstrata_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
+from kvstrata_client.connectors import transformers  # noqa: E402
+from kvstrata_client.connectors.transformers import Arrivals, CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
 from support.client.tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 from support.client.torch_device import DEVICE  # noqa: E402
 
@@ -202,6 +204,17 @@ def test_leases_that_were_lost_make_what_was_computed_void(stored: tuple[Any, Ca
 
     with pytest.raises(LeaseLostError):
         restoring.arrivals.finish()
+
+
+def test_layers_that_do_not_come_make_what_was_computed_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "ARRIVE_S", 0.05)
+    may_come = threading.Event()
+    stream = SimpleNamespace(blocks=1, read=lambda *_: may_come.wait(), close=lambda: True)
+    arrivals = Arrivals(stream, LAYOUT, torch.device("cpu"), LAYOUT.layers)  # type: ignore[arg-type]
+
+    with pytest.raises(LeaseLostError, match="was not there after"):
+        arrivals.finish()
+    may_come.set()
 
 
 def test_a_layerwise_restore_of_nothing_is_an_empty_cache(stored: tuple[Any, CacheConnector, AgentThread]) -> None:

@@ -123,10 +123,14 @@ class Arrivals:
     def finish(self) -> Overlap:
         """Confirm what was read, when the engine has computed with it.
 
-        Raises `LeaseLostError` when the leases did not live until the last copy, and what kept a layer away: whatever
-        was computed is void then.
+        Raises `LeaseLostError` when the leases did not live until the last copy or when that has not come, and what
+        kept a layer away: whatever was computed is void then.
         """
-        if not self._ended.result(ARRIVE_S):
+        try:
+            is_valid = self._ended.result(ARRIVE_S)
+        except FutureTimeoutError as e:
+            raise LeaseLostError(f"the last layer was not there after {ARRIVE_S:.0f} s") from e
+        if not is_valid:
             raise lost(self._stream.blocks)
         for layer in self.layers:
             layer.result(0)
