@@ -17,9 +17,11 @@ FACTORS: Final = _BINARY | _DECIMAL
 QUANTITY_PATTERN: Final = r"^[1-9][0-9]{0,18}(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
 """Positive whole quantities only: kvstrata never needs half a byte, and integers compare exactly."""
 
-QUANTITY_BYTES_MAX: Final = 1 << 62
-"""4 Ei, the bound of every count and size: the API server compares bounds as float64, in which 2^63 - 1 rounds up and
-overflows, and 2^62 is exact."""
+QUANTITY_BYTES_MAX: Final = (1 << 63) - 1
+"""int64, the largest number that the API server keeps exactly."""
+SIZE_BYTES_MAX: Final = 1 << 62
+"""4 Ei, the bound of what is counted in bytes: the API server compares bounds as float64, in which 2^63 - 1 rounds up
+and overflows, and 2^62 is exact. A declared size above it counts as it."""
 
 _ANY_BYTES_MAX: Final = 10**18 - 1
 """Up to here the pattern of a CRD takes every whole number of bytes; beyond it only whole Pi."""
@@ -52,7 +54,7 @@ def whole_quantity(size_bytes: int) -> int:
     if size_bytes <= _ANY_BYTES_MAX:
         return size_bytes
     pib = _BINARY["Pi"]
-    return min(size_bytes, QUANTITY_BYTES_MAX) // pib * pib
+    return min(size_bytes, SIZE_BYTES_MAX) // pib * pib
 
 
 def format_rounded(size_bytes: int) -> str:

@@ -17,11 +17,11 @@ LABEL_VALUE_PATTERN: Final = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
 
 QUANTITY_PATTERN: Final = (
     r"^([1-9]([0-9]{0,17}|[0-9]{0,14}(Ki|k)|[0-9]{0,11}(Mi|M)|[0-9]{0,8}(Gi|G)|[0-9]{0,5}(Ti|T)|[0-9]{0,2}(Pi|P))"
-    r"|([1-3][0-9]{3}|40[0-8][0-9]|409[0-5])Pi|[1-4]Ei)$"
+    r"|[1-7][0-9]{3}Pi|[1-7]Ei)$"
 )
-"""Positive whole quantities of up to 4 Ei, which is what every field that is made from one takes."""
+"""Positive whole quantities below 2^63 bytes, so that no rule over them can overflow."""
 
-COUNT_MAX: Final = units.QUANTITY_BYTES_MAX
+COUNT_MAX: Final = units.SIZE_BYTES_MAX
 """Bound of everything counted."""
 
 SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
@@ -45,7 +45,7 @@ class ApiModel(BaseModel):
 
 def _to_bytes(value: Any) -> int:
     try:
-        return units.parse_quantity(value)
+        return min(units.parse_quantity(value), units.SIZE_BYTES_MAX)
     except InvalidInputError as e:
         raise ValueError(str(e)) from e
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import pytest
 
-from kvstrata_api.models.base import QUANTITY_PATTERN
 from kvstrata_api.schema import object_schema
 from kvstrata_api.schema_kinds import BY_NAME
 from support.kube.bad_manifests import with_value
@@ -28,18 +27,6 @@ _SAME: Final = ("type", "pattern", "format", "x-kubernetes-list-type", "x-kubern
 _LEAST: Final = ("minimum", "minLength", "minItems", "minProperties")
 _MOST: Final = ("maximum", "maxLength", "maxItems", "maxProperties")
 
-_SIZES: Final = {
-    "KVPool.spec.policy.prefetch.maxInflightBytes",
-    "KVPool.spec.tiers[].capacity",
-    "KVPool.spec.tiers[].capacityPerNode",
-    "KVPool.status.tiers[].capacity",
-    "KVTenant.spec.quotas[].guaranteed",
-    "KVTenant.spec.quotas[].hard",
-}
-_FIRST_SIZES: Final = QUANTITY_PATTERN.replace(
-    "([1-3][0-9]{3}|40[0-8][0-9]|409[0-5])Pi|[1-4]Ei", "[1-7][0-9]{3}Pi|[1-7]Ei"
-)
-
 KNOWN: Final = {
     "KVPool.spec: tenancy is gone",
     "KVPool.spec.tiers[].hbm: devices is gone",
@@ -47,12 +34,10 @@ KNOWN: Final = {
     "KVPoolNode.status.tiers[].devices: maxItems 64 is 16 now",
     "KVPoolNode.status.tiers[].devices[]: type 'string' is 'object' now",
     "KVPoolNode.status.tiers[].devices[]: required has ['name'] now",
-    *(f"{where}: pattern {_FIRST_SIZES!r} is {QUANTITY_PATTERN!r} now" for where in _SIZES),
 }
 """What did change. Devices: agents write the whole list anew when they start, nothing reads it from an earlier one.
 `tenancy.defaultAccess` had no effect with any value (docs/decisions/009), `hbm.devices` had one value
-(docs/decisions/159); stored objects lose them. Sizes ended at 8 Ei, which fields that are made from them do not take:
-the operator ended at such an object."""
+(docs/decisions/159); stored objects lose them."""
 
 
 def narrowed(path: str, old: Schema, new: Schema) -> Iterator[str]:

@@ -110,16 +110,15 @@ def test_a_capacity_of_all_nodes_is_one_that_can_be_stored(size: str, nodes: int
     assert fleet.of(kinds.POOL)["p"]["status"]["tiers"][1]["capacity"] == told
 
 
-def test_a_size_that_was_stored_before_the_bound_is_a_fault_of_its_pool_alone() -> None:
+def test_a_size_above_what_can_be_counted_counts_as_that() -> None:
     fleet = Fleet()
-    fleet.pool("big", pool_spec([tier("bucket", "Object", size="5Ei")]))
-    fleet.pool("good", pool_spec([tier(size="1Gi")]))
+    fleet.pool("big", pool_spec([tier("bucket", "Object", size="7Ei")]))
     fleet.node("n0")
     fleet.settle()
-    pools = fleet.of(kinds.POOL)
+    pool = fleet.of(kinds.POOL)["big"]
 
-    assert condition(pools["big"], "Accepted") == ("False", "Invalid")
-    assert condition(pools["good"], "Accepted")[0] == "True"
+    assert condition(pool, "Accepted")[0] == "True"
+    assert pool["status"]["tiers"][0]["capacity"] == "4Ei"
 
 
 def test_the_younger_of_two_pools_is_the_one_too_many() -> None:
