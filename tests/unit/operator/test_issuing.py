@@ -4,6 +4,7 @@ import base64
 import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -208,7 +209,8 @@ async def test_an_authority_of_somebody_else_that_has_ended_signs_nothing_and_it
     ended = certificates.make_authority(NOW - timedelta(days=31), timedelta(days=30))
     shown: list[Certificate] = []
     rules = Issuance(SYSTEM, makes_authority=False)
-    issuer = CertificateAuthority(SecretOfSomebodyElse(ended), rules, lambda: True, set, "i", shown.append)
+    api = cast("Any", SecretOfSomebodyElse(ended))
+    issuer = CertificateAuthority(api, rules, lambda: True, set, "i", shown.append)
 
     with pytest.raises(InvalidInputError, match=r"ended at 2025-12-31T00:00:00Z"):
         await issuer._round(NOW)

@@ -194,7 +194,7 @@ def test_a_node_whose_lease_could_not_be_named_is_left_out() -> None:
 @pytest.mark.parametrize(("page", "bytes_"), [("4Ki", 4096), ("2Mi", 2 << 20), ("1Gi", 1 << 30)])
 @pytest.mark.parametrize(("low", "high"), [("10G", "200G"), ("2500Mi", "32Gi"), ("2500Mi", "2600Mi"), ("1", "2")])
 def test_sizes_of_a_tier_that_scales_are_whole_pages(page: str, bytes_: int, low: str, high: str) -> None:
-    scaling = {"autoscale": {"minPerNode": low, "maxPerNode": high}, "hostDRAM": {"pageSize": page}}
+    scaling: Any = {"autoscale": {"minPerNode": low, "maxPerNode": high}, "hostDRAM": {"pageSize": page}}
     (made,) = KVPoolSpec.model_validate(pool_spec([tier("dram", size="8Gi", **scaling)])).tiers
     policy = placement.policy_of(made)
 
