@@ -103,6 +103,24 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
         assert sum(layers) == LAYERS
 
 
+def test_a_reader_with_room_for_fewer_blocks_follows_as_many_as_it_has_room_for(tmp_path: Path) -> None:
+    room = BLOCKS - 2
+    with (
+        two_nodes(tmp_path, reader_bytes=room * LAYOUT.block_bytes) as (writer, reader),
+        client_of(writer) as ours,
+        client_of(reader) as theirs,
+    ):
+        growing = PrefixCache(ours).hand_over(TOKENS)
+        assert growing.blocks == BLOCKS
+        with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
+            assert stream.blocks == room
+            for layer in range(LAYERS):
+                written(growing, range(layer, layer + 1))
+                assert np.array_equal(stream.read(range(layer, layer + 1)), STORED[:room, layer])
+            growing.finish()
+        assert broken(reader) == dict.fromkeys(Fault, 0)
+
+
 def test_who_asks_for_more_of_what_is_whole_is_answered_at_once(nodes: Nodes) -> None:
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs:

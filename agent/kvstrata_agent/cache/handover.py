@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -94,6 +94,8 @@ class Following:
         for view in self.views[count:]:
             view.release()
         del self.entries[count:], self.copies[count:], self.views[count:]
+        # The owner sends parts of all blocks that we ask for, into memory that is as large as those that we keep.
+        self.wanted = replace(self.wanted, digests=self.wanted.digests[: len(self.entries)])
         self.sums = [bytearray() for _ in self.entries]
         return rest
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -72,15 +73,21 @@ class PeerThread(AgentThread):
 
 
 @contextmanager
-def two_nodes(directory: Path, capacity_bytes: int = 1 << 22) -> Iterator[tuple[PeerThread, PeerThread]]:
-    """The writer's agent and the reader's; tenants `a` and `b` may use both."""
+def two_nodes(
+    directory: Path, capacity_bytes: int = 1 << 22, reader_bytes: int | None = None
+) -> Iterator[tuple[PeerThread, PeerThread]]:
+    """The writer's agent and the reader's, which is as large unless `reader_bytes` says otherwise.
+
+    Tenants `a` and `b` may use both.
+    """
     parties = FakeAuthenticator(a=caller("a"), b=caller("b"))
 
-    def tiers() -> list[Tier]:
-        return [dram_tier(capacity_bytes)]
+    def tiers(size_bytes: int) -> list[Tier]:
+        return [dram_tier(size_bytes)]
 
+    ours, theirs = partial(tiers, capacity_bytes), partial(tiers, reader_bytes or capacity_bytes)
     with (
-        PeerThread(directory / "writer.sock", tiers, parties) as writer,
-        PeerThread(directory / "reader.sock", tiers, parties, writer.listener.address) as reader,
+        PeerThread(directory / "writer.sock", ours, parties) as writer,
+        PeerThread(directory / "reader.sock", theirs, parties, writer.listener.address) as reader,
     ):
         yield writer, reader
