@@ -13,6 +13,7 @@ from kvstrata import Client
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.blocks import handovers
 from kvstrata_agent.cache.handover import Fault
+from kvstrata_agent.fleet.peers import wire
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, LeaseLostError
 from kvstrata_api.wire import Handover
@@ -119,6 +120,25 @@ def test_a_reader_with_room_for_fewer_blocks_follows_as_many_as_it_has_room_for(
                 assert np.array_equal(stream.read(range(layer, layer + 1)), STORED[:room, layer])
             growing.finish()
         assert broken(reader) == dict.fromkeys(Fault, 0)
+
+
+def test_of_more_blocks_than_one_question_may_name_the_leading_ones_are_followed(tmp_path: Path) -> None:
+    tokens = list(range(16 * (wire.KEYS_MAX + 1)))
+    size_bytes = 2 * (wire.KEYS_MAX + 1) * LAYOUT.block_bytes
+    stored = np.zeros((wire.KEYS_MAX + 1, LAYOUT.block_bytes // LAYERS), np.uint8)
+    with (
+        two_nodes(tmp_path, size_bytes) as (writer, reader),
+        client_of(writer) as ours,
+        client_of(reader) as theirs,
+    ):
+        growing = PrefixCache(ours).hand_over(tokens)
+        assert growing.blocks == wire.KEYS_MAX + 1
+        stored[:, 0] = np.arange(wire.KEYS_MAX + 1) % 256
+        with PrefixCache(theirs).stream(tokens, handover=growing.handover) as stream:
+            assert stream.blocks == wire.KEYS_MAX
+            growing.write(stored)
+            assert np.array_equal(stream.read(range(1)), stored[: wire.KEYS_MAX])
+            growing.abandon()
 
 
 def test_who_asks_for_more_of_what_is_whole_is_answered_at_once(nodes: Nodes) -> None:

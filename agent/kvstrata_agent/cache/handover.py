@@ -17,7 +17,7 @@ from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Residence
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.cache.load import Read
-from kvstrata_agent.cache.ports import FollowedPeers
+from kvstrata_agent.cache.ports import QUESTION_BLOCKS_MAX, FollowedPeers
 from kvstrata_agent.cache.remote_fetch import REMOTE
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
@@ -239,13 +239,17 @@ class Follower:
         return run, run.entries.index(lease.entry)
 
     async def _begin(self, place: RequestContext, wanted: Follow) -> Following | None:
-        """Take slots for leading blocks that are absent here; None when there is none, or no room."""
+        """Take slots for leading blocks that are absent here; None when there is none, or no room.
+
+        At most as many as one question may name: behind them the reader computes or loads.
+        """
         tier, blocks = self._node.entry_tier, self._node.index.blocks(place.scope)
-        absent = next((i for i, digest in enumerate(wanted.digests) if digest in blocks), len(wanted.digests))
+        leading = wanted.digests[:QUESTION_BLOCKS_MAX]
+        absent = next((i for i, digest in enumerate(leading) if digest in blocks), len(leading))
         if tier is None or tier.backend.mappable is None or not absent or self._node.is_draining:
             return None
         begun = self._node.index.begin_chain(
-            place.scope, wanted.digests[:absent], b"", place.layout_id, self._node.clock(), place.tenant
+            place.scope, leading[:absent], b"", place.layout_id, self._node.clock(), place.tenant
         )
         entries = [entry for entry in begun if entry is not None]
         run = Following(wanted, self._node.epoch, entries, [], [])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from kvstrata_agent.policy.quota import Rules
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
@@ -13,6 +13,9 @@ from kvstrata_api.trust import Access
 from kvstrata_api.wire import Handover
 from kvstrata_metadata.store.records import Announcement, Location, SessionRecord
 from kvstrata_native import copy_digest, copy_digests
+
+QUESTION_BLOCKS_MAX: Final = 1_024
+"""Blocks that one question to another agent may name."""
 
 
 class Tenants(Protocol):
@@ -169,6 +172,7 @@ class FollowedPeers(Protocol):
     async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> Followed:
         """Wait for parts behind the first `have` and put them into place; nothing is verified.
 
-        Each of `into` takes the next part of all blocks, one after the other; no more parts come than there are.
+        Each of `into` takes the next part of all blocks, one after the other; no more parts come than there are. At
+        most `QUESTION_BLOCKS_MAX` blocks.
         Raises `AgentAwayError`; nothing is written once this has returned or failed.
         """

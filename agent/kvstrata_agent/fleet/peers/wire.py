@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from kvstrata_agent.cache.ports import QUESTION_BLOCKS_MAX
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.decoding import UNDECODABLE
@@ -18,7 +19,7 @@ from kvstrata_api.wire import HANDOVER_CHARS_MAX, Seconds
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
 """Largest frame, either way: an answer to `KEYS_MAX` keys takes a tenth of it."""
-KEYS_MAX: Final = 1_024
+KEYS_MAX: Final = QUESTION_BLOCKS_MAX
 CHUNK_BYTES_MAX: Final = 1 << 20
 """Bytes of a block that follow one `Chunk`: other answers get between two of them."""
 TOKEN_CHARS_MAX: Final = 16_384
