@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,8 +19,11 @@ from prometheus_client import CollectorRegistry
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.client import LIFE_S
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_kube.tls import Credential
@@ -128,8 +131,46 @@ async def reader(
         await peers.close()
 
 
-def wanted(numbers: list[int], block_bytes: int = MIB, layout: LayoutId | None = None) -> list[Wanted]:
-    at = Location("p.owner", remote_owner.EPOCH, "HostDRAM", 1, block_bytes)
+class HeldLender(remote_owner.MemoryLender):
+    """Lends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(8, MIB)
+        self.asked, self.goes = asyncio.Semaphore(0), asyncio.Event()
+
+    async def lend(
+        self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
+    ) -> list[Lent | None]:
+        self.asked.release()
+        await self.goes.wait()
+        return await super().lend(keys, layout_id, lease_s, tiers)
+
+
+@asynccontextmanager
+async def reader_of(*lenders: HeldLender) -> AsyncIterator[RemotePeers]:
+    """A reader in the process of its owners `p.0`, `p.1` and so on, without TLS."""
+    listeners = [PeerListener("127.0.0.1") for _ in lenders]
+    records = {f"p.{i}": AgentRecord(f"p.{i}", remote_owner.EPOCH, at.address) for i, at in enumerate(listeners)}
+
+    async def own_token() -> str:
+        return remote_owner.TOKEN
+
+    metrics = Instruments(AGENT, CollectorRegistry())
+    peers = RemotePeers("p.reader", lambda agent, _: records[agent], own_token, None, metrics, tls=None)
+    try:
+        for listener, record, lender in zip(listeners, records.values(), lenders, strict=True):
+            await listener.serve(record, lender, remote_owner.verify, None, tls=None)
+        yield peers
+    finally:
+        await peers.close()
+        for listener in listeners:
+            await listener.close()
+
+
+def wanted(
+    numbers: list[int], block_bytes: int = MIB, layout: LayoutId | None = None, agent: str = "p.owner"
+) -> list[Wanted]:
+    at = Location(agent, remote_owner.EPOCH, "HostDRAM", 1, block_bytes)
     layout = layout or remote_owner.LAYOUT
     return [
         Wanted(BlockKey(remote_owner.SCOPE, remote_owner.digest_of(i)), layout, at, memoryview(bytearray(block_bytes)))
@@ -253,6 +294,23 @@ async def test_an_owner_without_nixl_is_read_over_tcp(nixl: NixlReader | None) -
     async with owner() as at, reader(at, "nixl", nixl) as r:
         assert None not in await r.peers.fetch(wanted([1, 2]), 10.0)
         assert r.fetched("tcp", "verified") == 2
+
+
+async def test_a_connection_that_is_replaced_is_kept_until_what_is_fetched_over_it_has_come() -> None:
+    lender = HeldLender()
+    async with reader_of(lender) as peers, asyncio.timeout(60.0):
+        first = asyncio.create_task(peers.fetch(wanted([1, 2], agent="p.0"), 50.0))
+        await lender.asked.acquire()
+        old = await peers._links["p.0"]
+        old.opened_s -= LIFE_S
+        second = asyncio.create_task(peers.fetch(wanted([3], agent="p.0"), 50.0))
+        await lender.asked.acquire()
+        assert await peers._links["p.0"] is not old
+        lender.goes.set()
+
+        assert None not in await first
+        assert None not in await second
+        await asyncio.wait([old._task])
 
 
 async def test_without_a_token_of_our_own_everything_is_none() -> None:

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -100,6 +101,7 @@ class Link:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
         self._targets: dict[int, Mapping[int, memoryview]] = {}
+        self._users = 0
         self._is_retired = False
         self._task = asyncio.create_task(self._read(), name="peer link")
 
@@ -206,10 +208,21 @@ class Link:
         """End leases."""
         await self._stream.send(wire.End(next(self._ids), leases))
 
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keep it open meanwhile, also when it is retired: for questions that belong together."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._is_retired:
+                self.retire()
+
     def retire(self) -> None:
-        """Close when the questions under way are answered. Leases end with the connection."""
+        """Close when nobody uses it any more. Leases end with the connection."""
         self._is_retired = True
-        if not self._waiting:
+        if not self._users:
             self._stream.close()
 
     async def close(self) -> None:
@@ -222,15 +235,14 @@ class Link:
         if self._task.done():
             raise AgentAwayError("the connection to the owner has ended")
         self._waiting[question.id] = answered
-        try:
-            await self._stream.send(question)
-            answer = await answered
-        finally:
-            del self._waiting[question.id]
-            if answered.done() and not answered.cancelled():
-                answered.exception()  # Seen, also when sending has failed before.
-            if self._is_retired:
-                self.retire()
+        with self.used():
+            try:
+                await self._stream.send(question)
+                answer = await answered
+            finally:
+                del self._waiting[question.id]
+                if answered.done() and not answered.cancelled():
+                    answered.exception()  # Seen, also when sending has failed before.
         if not isinstance(answer, kind):
             raise AgentAwayError(f"owner refused: {answer.reason if isinstance(answer, wire.Refused) else answer}")
         return answer

@@ -210,7 +210,8 @@ class RemotePeers:
         try:
             async with self._gate:
                 link = await self._link(wanted[0].location)
-                fetched = await self._bring(link, wanted, until_s)
+                with link.used():  # Its leases end with the connection.
+                    fetched = await self._bring(link, wanted, until_s)
         except AgentAwayError as e:
             self._count("none", "away", len(wanted))
             _log.info("peer away", extra={"peer": owner, "blocks": len(wanted), "error": str(e)})
