@@ -17,12 +17,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers import peers as peers_module
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import LIFE_S
 from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader
-from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.peers import LANDING_MAX, RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import UnauthenticatedError
@@ -311,6 +312,32 @@ async def test_a_connection_that_is_replaced_is_kept_until_what_is_fetched_over_
         assert None not in await first
         assert None not in await second
         await asyncio.wait([old._task])
+
+
+async def test_an_owner_that_says_nothing_keeps_nobody_from_the_blocks_of_others() -> None:
+    silent, sound = HeldLender(), HeldLender()
+    sound.goes.set()
+    async with reader_of(silent, sound) as peers:
+        stuck = [asyncio.create_task(peers.fetch(wanted([i], agent="p.0"), 60.0)) for i in range(LANDING_MAX)]
+        for _ in stuck:
+            await silent.asked.acquire()
+
+        assert None not in await peers.fetch(wanted([1], agent="p.1"), 10.0)
+
+        for one in stuck:
+            one.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+
+
+async def test_an_owner_that_does_not_answer_is_away_and_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "LEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(peers_module, "AWAY_S", 3600.0)
+    async with reader_of(HeldLender()) as peers:
+        assert await peers.fetch(wanted([1], agent="p.0"), 10.0) == [None]
+        opened = peers._links["p.0"]
+        assert not (await opened).is_usable
+        assert await peers.fetch(wanted([1], agent="p.0"), 10.0) == [None]
+        assert peers._links["p.0"] is opened, "asked once more"
 
 
 async def test_without_a_token_of_our_own_everything_is_none() -> None:

@@ -23,6 +23,9 @@ LIFE_S: Final = 300.0
 FOLLOW_SLACK_S: Final = 10.0
 """What the bytes of the parts may take beyond the wait for them."""
 
+BATCHES_MAX: Final = 4
+"""Batches under way at once over one connection; their leases hold the owner's memory."""
+
 OFFER_TIMEOUT_S: Final = 60.0
 """A batch is fetched and written meanwhile, with the lowest priority; an offer may be repeated."""
 
@@ -97,6 +100,8 @@ class Link:
         self.nixl_generation = -1
         """Of the description that NIXL knows."""
         self.describing = asyncio.Lock()
+        self.batches = asyncio.Semaphore(BATCHES_MAX)
+        """Held by those who lease and move a batch."""
         self._stream = stream
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}

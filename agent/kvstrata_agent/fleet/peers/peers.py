@@ -24,7 +24,7 @@ from kvstrata_agent.codec.base import UNENCODED
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import Link, Offer, PeerHolding, Taken, WeightsPlace, open_link
-from kvstrata_agent.fleet.peers.lender import Placed
+from kvstrata_agent.fleet.peers.lender import LEND_S, Placed
 from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Transport
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, LayoutId, unpack_digests
@@ -44,12 +44,15 @@ if TYPE_CHECKING:
 BATCH_BYTES_MAX: Final = 128 * MIB
 """Bytes leased with one question: what an engine asks for at a time, and seconds of a slow link."""
 
-BATCHES_MAX: Final = 4
-"""Batches under way at once, from all owners together; their pieces share the landing buffers."""
+LANDING_MAX: Final = 4
+"""Batches whose bytes come at once, from all owners together; their pieces share the landing buffers."""
 
 LINKS_MAX: Final = 256
 AWAY_S: Final = 2.0
 """After an owner could not be reached, it is not asked for so long."""
+
+LEND_TIMEOUT_S: Final = LEND_S + 5.0
+"""An owner that has not answered a Lend by then is taken for gone: it ends its own work after `LEND_S`."""
 
 LEASE_SLACK_S: Final = 2.0
 """A lease outlives the deadline of its transfer by this."""
@@ -101,7 +104,7 @@ class RemotePeers:
         self._transfers = Transfers(nixl)
         self._links: dict[str, asyncio.Task[Link]] = {}
         self._away_until_s: dict[str, float] = {}
-        self._gate = asyncio.Semaphore(BATCHES_MAX)
+        self._landing = asyncio.Semaphore(LANDING_MAX)
         landing = instruments.gauge("kvstrata_peer_landing_bytes", **self._labels)
         landing.set_function(lambda: float(self._transfers.landing_bytes))
 
@@ -208,9 +211,9 @@ class RemotePeers:
         started_s = time.monotonic()
         owner = wanted[0].location.agent
         try:
-            async with self._gate:
-                link = await self._link(wanted[0].location)
-                with link.used():  # Its leases end with the connection.
+            link = await self._link(wanted[0].location)
+            with link.used():  # Its leases end with the connection.
+                async with link.batches:
                     fetched = await self._bring(link, wanted, until_s)
         except AgentAwayError as e:
             self._count("none", "away", len(wanted))
@@ -238,10 +241,8 @@ class RemotePeers:
         self, link: Link, wanted: list[Wanted], until_s: float, tiers: tuple[str, ...]
     ) -> tuple[list[bytes | None], list[int]]:
         """Lease, move or read, verify, end the leases; parents, and which blocks could not be read at their place."""
-        lease_s = until_s - time.monotonic() + LEASE_SLACK_S
-        first = wanted[0]
-        digests = [w.key.digest for w in wanted]
-        lending = await link.lend(first.key.scope, first.layout_id, digests, lease_s, first.location.epoch, tiers)
+        owner = wanted[0].location.agent
+        lending = await self._lend(link, wanted, until_s, tiers)
         pairs = [Leased(w, loan) for w, loan in zip(wanted, lending.loans, strict=True)]
         usable = [one for one in pairs if one.loan.lease and one.loan.size_bytes == len(one.wanted.into)]
         placed = [one for one in usable if one.loan.place is not None]
@@ -249,14 +250,27 @@ class RemotePeers:
         try:
             outcome = await self._read_shared(placed)
             if sent:
-                outcome |= await self._transfers.bring(link, sent, lending.generation, until_s)
+                async with self._landing:
+                    outcome |= await self._transfers.bring(link, sent, lending.generation, until_s)
         finally:
             await self._end(link, pairs)
         unread = [i for i, one in enumerate(pairs) if one.loan.place is not None and one not in outcome]
-        self._count_all(outcome, first.location.agent)
+        self._count_all(outcome, owner)
         self._count("none", Result.ABSENT, len(pairs) - len(usable))
         parents = [p.loan.parent if outcome.get(p, (None,))[0] is Result.VERIFIED else None for p in pairs]
         return parents, unread
+
+    async def _lend(self, link: Link, wanted: list[Wanted], until_s: float, tiers: tuple[str, ...]) -> wire.Lending:
+        """Lease blocks. An owner that says nothing loses its connection, and is away for a while."""
+        first, digests = wanted[0], [w.key.digest for w in wanted]
+        lease_s = until_s - time.monotonic() + LEASE_SLACK_S
+        try:
+            async with asyncio.timeout(LEND_TIMEOUT_S):
+                return await link.lend(first.key.scope, first.layout_id, digests, lease_s, first.location.epoch, tiers)
+        except TimeoutError as e:
+            self._away_until_s[first.location.agent] = time.monotonic() + AWAY_S
+            await link.close()
+            raise AgentAwayError(f"agent {first.location.agent} did not lend for {LEND_TIMEOUT_S} s") from e
 
     async def _read_shared(self, placed: list[Leased]) -> dict[Leased, tuple[Result, Transport]]:
         """Read blocks at their place; those that could not be read or are not there any more are left out.
