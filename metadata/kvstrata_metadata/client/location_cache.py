@@ -130,20 +130,28 @@ class TrackedStore(Store):
 
     async def open(self) -> None:
         """Connect and begin to listen. Raises `DirectoryAwayError`."""
-        access, (server, *_) = self._access, self._access.servers
-        try:
-            tls = access.context() if access.is_tls else None
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, self._writer = await asyncio.open_connection(server.host, server.port, ssl=tls)
-        except (OSError, TimeoutError, KvStrataError) as e:
-            raise DirectoryAwayError(f"redis: {e}", delay_s=AWAY_DELAY_S) from e
-        self._tasks.append(asyncio.create_task(self._listen(reader), name="directory-tracking"))
+        access = self._access
         login = ("AUTH", access.username or "default", access.password) if access.password else ()
-        for answer in await self.ask([("HELLO", "3", *login), ("CLIENT", "TRACKING", "ON")]):
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._connect()
+                answers = await self.ask([("HELLO", "3", *login), ("CLIENT", "TRACKING", "ON")])
+        except TimeoutError as e:
+            raise DirectoryAwayError(f"redis: silent for {CONNECT_TIMEOUT_S} s", delay_s=AWAY_DELAY_S) from e
+        for answer in answers:
             if isinstance(answer, DirectoryAwayError):
                 raise answer
         self.is_open = True
         self._tasks.append(asyncio.create_task(self._beat(), name="directory-tracking-beat"))
+
+    async def _connect(self) -> None:
+        access, (server, *_) = self._access, self._access.servers
+        try:
+            tls = access.context() if access.is_tls else None
+            reader, self._writer = await asyncio.open_connection(server.host, server.port, ssl=tls)
+        except (OSError, KvStrataError) as e:
+            raise DirectoryAwayError(f"redis: {e}", delay_s=AWAY_DELAY_S) from e
+        self._tasks.append(asyncio.create_task(self._listen(reader), name="directory-tracking"))
 
     async def locate(self, tag: str, digests: Sequence[bytes]) -> list[list[Copy]]:
         """Find the copies of blocks like `shards.locate`; Redis remembers that we know them.

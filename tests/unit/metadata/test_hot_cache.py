@@ -1,10 +1,15 @@
 """Laws of the memory of hot prefixes: bounded, and never older than what Redis told."""
 
+import asyncio
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.client.location_cache import HotCache
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_metadata.client import location_cache
+from kvstrata_metadata.client.location_cache import HotCache, TrackedStore
+from kvstrata_metadata.store.access import RedisAccess
 from kvstrata_metadata.store.records import Copy, Incarnation
 
 pytestmark = pytest.mark.unit
@@ -71,3 +76,20 @@ def test_a_bucket_is_hot_at_the_second_look() -> None:
     cache = HotCache()
 
     assert [cache.is_hot(b"a"), cache.is_hot(b"b"), cache.is_hot(b"a")] == [False, False, True]
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(location_cache, "CONNECT_TIMEOUT_S", 0.2)
+    writers = []
+    server = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    store = TrackedStore(RedisAccess(f"redis://{host}:{port}", "", "", ""), lambda _: None)
+
+    async with asyncio.timeout(30.0):
+        with pytest.raises(DirectoryAwayError):
+            await store.open()
+
+    await store.close()
+    for writer in writers:
+        writer.close()
+    server.close()
