@@ -32,13 +32,24 @@ class _Readers:
     count: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Blocks that wait for their turn to move together."""
+
+    limiter: PathLimiter
+    entries: Sequence[Entry]
+    priority: Priority
+    """As it was begun."""
+    move: QueuedMove
+
+
 class MoveScheduler:
     """The moves that wait, by path; tenants go by the weights that they were declared with."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self.paths = Paths()
-        self._waiting: dict[Entry, tuple[PathLimiter, QueuedMove, Priority]] = {}
+        self._waiting: dict[Entry, _Group] = {}
         self._readers: dict[Entry, _Readers] = {}
 
     @asynccontextmanager
@@ -56,10 +67,10 @@ class MoveScheduler:
         Raises `RetryableError` when that takes too long or too many wait.
         """
         path = self.paths.between(source, target)
-        urgency, tenant, weight, priority_class = min(self._rank(e, priority) for e in entries)
+        urgency, tenant, weight, priority_class = self._rank(entries, priority)
         move = QueuedMove(urgency, tenant, weight, size_bytes, within_s, priority_class=priority_class)
         waiting = list(entries)
-        self._waiting.update((e, (path.limiter, move, priority)) for e in waiting)
+        self._waiting.update(dict.fromkeys(waiting, _Group(path.limiter, entries, priority, move)))
         try:
             async with self._entered(path, move):
                 self._end_waiting(waiting)
@@ -120,11 +131,16 @@ class MoveScheduler:
         counters.observe("kvstrata_move_duration_seconds", took_s, **path)
 
     def wait_for(self, entry: Entry, tenant: str) -> None:
-        """A reader waits for a block from now on: its move goes as a load of this tenant, whoever began it."""
+        """A reader waits for a block from now on: its move goes as a load of this tenant, whoever began it.
+
+        A group that several wait for goes as the most urgent of those loads.
+        """
         readers = self._readers.setdefault(entry, _Readers(tenant))
+        is_other = not readers.count or readers.tenant != tenant
         readers.tenant = tenant
         readers.count += 1
-        self._rerank(entry)
+        if is_other:
+            self._rerank(entry)
 
     def is_waited_for(self, entry: Entry) -> bool:
         """True while a reader waits for a block."""
@@ -139,12 +155,15 @@ class MoveScheduler:
             self._rerank(entry)
 
     def _rerank(self, entry: Entry) -> None:
-        if entry in self._waiting:
-            limiter, move, priority = self._waiting[entry]
-            limiter.boost(move, *self._rank(entry, priority))
+        if group := self._waiting.get(entry):
+            group.limiter.boost(group.move, *self._rank(group.entries, group.priority))
 
-    def _rank(self, entry: Entry, priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
-        """Priority, account, weight and class of a move: those of its readers where there are any."""
+    def _rank(self, entries: Sequence[Entry], priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
+        """Priority, account, weight and class of a move: the first of its readers' where there are any."""
+        waited_for = [e for e in entries if e in self._readers]
+        return min(self._rank_alone(e, priority) for e in waited_for or entries)
+
+    def _rank_alone(self, entry: Entry, priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
         readers = self._readers.get(entry)
         tenant = readers.tenant if readers is not None else entry.tenant
         urgency = Priority.ONBOARD if readers is not None else priority

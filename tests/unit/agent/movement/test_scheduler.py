@@ -20,10 +20,10 @@ from kvstrata_agent.movement.path import (
     Speed,
     TrafficClass,
 )
-from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX
+from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX, MoveScheduler
 from kvstrata_agent.policy.priority import PriorityClass
 from kvstrata_api.errors import InvalidInputError, RetryableError
-from support.agent.doubles import BLOCK_BYTES, SCOPE, DictBackend, digest
+from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, Clock, DictBackend, digest, dram_tier, make_node
 from support.agent.engine import Engine, close, steps_until
 
 pytestmark = pytest.mark.unit
@@ -378,6 +378,42 @@ async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goe
     assert not engine.core.cache.mover.scheduler._waiting
     assert not engine.core.cache.mover.scheduler._readers
     await close(engine)
+
+
+async def test_a_reader_that_goes_leaves_the_move_of_a_group_to_those_who_still_wait() -> None:
+    node = make_node([dram_tier(BLOCK_BYTES)], Clock())
+    entries = [node.index.begin(SCOPE, digest(n), b"", LAYOUT_ID, 0.0) for n in (1, 2, 3)]
+    scheduler = MoveScheduler(node)
+    limiter = scheduler.paths.between("remote", "dram").limiter
+    limiter._width = 1
+
+    async def moved() -> None:
+        async with scheduler.enter(entries, "remote", "dram", Priority.PREFETCH, 1, None):
+            pass
+
+    def goes_as() -> tuple[Priority, str]:
+        head = limiter.queue(TrafficClass.KV).head()
+        assert head is not None
+        return head.priority, head.account
+
+    async with limiter.enter(turn()):
+        moving = asyncio.create_task(moved())
+        await asyncio.sleep(0)
+        begun_as = goes_as()
+        scheduler.wait_for(entries[0], "b")
+        for entry in entries[1:]:
+            scheduler.wait_for(entry, "a")
+        assert goes_as() == (Priority.ONBOARD, "a")
+        for entry in entries[1:]:
+            scheduler.end_wait(entry)
+        assert goes_as() == (Priority.ONBOARD, "b")
+        scheduler.wait_for(entries[1], "c")
+        assert goes_as() == (Priority.ONBOARD, "b")
+        scheduler.end_wait(entries[0])
+        assert goes_as() == (Priority.ONBOARD, "c")
+        scheduler.end_wait(entries[1])
+        assert goes_as() == begun_as
+    await moving
 
 
 async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_need() -> None:
