@@ -15,7 +15,7 @@ from guest.packages import Packages
 ROOT: Final = Path(__file__).resolve().parents[2]
 SITE: Final = "/guest/site"
 """Where the guest's Python finds packages."""
-_PRODUCT: Final = ("agent/kvstrata_agent", "agent/kvstrata_native", "crds/kvstrata_api")
+_PRODUCT: Final = ("agent/kvstrata_agent", "agent/kvstrata_native", "agent/kvstrata_node", "crds/kvstrata_api")
 _THIRD_PARTY: Final = (
     "numpy", "numpy.libs", "msgspec", "xxhash", "pydantic", "pydantic_core", "annotated_types", "typing_extensions.py",
     "typing_inspection", "pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments", "pytest_asyncio",
@@ -59,11 +59,16 @@ def _python() -> dict[str, Entry]:
     return {"/bin/python3": link(str(own)), str(own): file(own.resolve())} | tree(Path(library), library)
 
 
-def _site() -> dict[str, Entry]:
+def site_packages() -> list[Path]:
+    """Packages and modules that the guest's Python finds besides its own."""
     installed = Path(sysconfig.get_path("purelib"))
     third_party = [path for name in _THIRD_PARTY for path in installed.glob(name)]
+    return [*third_party, *(ROOT / name for name in _PRODUCT)]
+
+
+def _site() -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    for path in (*third_party, *(ROOT / name for name in _PRODUCT)):
+    for path in site_packages():
         entries |= tree(path, f"{SITE}/{path.name}") if path.is_dir() else {f"{SITE}/{path.name}": file(path, 0o644)}
     return entries
 

@@ -162,9 +162,9 @@ def test_a_folder_that_is_never_made_is_named_with_its_node(quick: Fleet) -> Non
         conditions = quick.get("kvpool", "absent").get("status", {}).get("conditions", ())
         return next((c["message"] for c in conditions if c["type"] == "Provisioned"), "")
 
-    quick.until("the pool names node and folder", lambda: "one of /mnt/flash/absent is missing there" in words())
+    quick.until("the pool names nodes and folder", lambda: words().startswith("2 of 2 nodes; node-1: "))
     quick.say(f"# {words()}")
-    assert words().startswith("2 of 2 nodes; node-1: ")
+    assert "one of /mnt/flash/absent is missing there" in words()
     for node in quick.cluster.nodes:
         assert quick.cluster.run(node.name, "find", "/mnt", "-name", "absent") == ""
     quick.kubectl("delete", "kvpool", "absent", "--timeout=120s")

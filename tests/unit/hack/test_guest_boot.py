@@ -1,10 +1,13 @@
 """The emulated machine's own rules, without QEMU: what is tried again, what is refused, what its archive looks like."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from guest import boot
+from guest.contents import site_packages
 from guest.cpio import FOLDER, archive, file, link
 from guest.errors import BootError, UnavailableError
 from guest.machine import Files
@@ -12,6 +15,7 @@ from guest.packages import Packages, guest_packages
 
 pytestmark = pytest.mark.unit
 
+SHARED = ("contract.py", "mappable_contract.py")
 STEPS = '{"step": "up"}\n{"step": "a.py::test", "outcome": "passed"}\n{"step": "end", "status": 0}\n'
 
 
@@ -79,3 +83,22 @@ def test_an_archive_has_the_folders_above_its_files_first_and_every_part_aligned
         at += -(-size_bytes // 4) * 4
     assert names == ["a", "a/b", "a/b/file", "bin", "TRAILER!!!"]
     assert b"12345\0\0\0" in made
+
+
+@pytest.mark.slow  # It imports most of the agent.
+def test_the_guest_has_all_that_its_tests_import(tmp_path: Path) -> None:
+    here = Path(__file__).parents[2]
+    files = {f"support/backends/{name}": here / f"support/backends/{name}" for name in SHARED}
+    files |= {path.name: path for path in (here / "guest" / "inside").glob("*.py") if path.stem != "main"}
+    for place, path in files.items():
+        (tmp_path / "tests" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / place).symlink_to(path)
+    site = tmp_path / "site"
+    site.mkdir()
+    for path in site_packages():
+        (site / path.name).symlink_to(path)
+    names = [Path(place).stem for place in files if "/" not in place]
+    code = f"import sys; sys.path[:0] = {[str(site), str(tmp_path / 'tests')]}; import {', '.join(names)}"
+    # Isolated, and without what is installed on this machine.
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
