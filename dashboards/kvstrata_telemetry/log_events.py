@@ -102,6 +102,10 @@ EVENTS: Final = (
         "The API server does not answer; the agent serves by what was declared last.",
     ),
     LogEvent(
+        "device cannot be closed", "warning", ("agent",), ("cause",),
+        "What lies on a device could not be read, and letting go of it failed as well. It is tried again.",
+    ),
+    LogEvent(
         "device cannot be opened", "warning", ("agent",), ("device", "cause"),
         "One device of a tier over several is not there; the others serve. See the runbook KvstrataDeviceOut.",
     ),
@@ -141,6 +145,11 @@ EVENTS: Final = (
     LogEvent(
         "election", "warning", ("operator", "metadata"), ("error",),
         "The Lease of the leader cannot be read or renewed. While that lasts nobody may lead.",
+    ),
+    LogEvent(
+        "erasure not noted", "warning", ("agent",), ("cause",),
+        "`kvstrata up` cannot write down that an erasure is over; the next report does it again. Has the disk of its "
+        "state directory room?",
     ),
     LogEvent(
         "event feed ended", "warning", ("operator",), ("why",),
@@ -254,6 +263,10 @@ EVENTS: Final = (
     LogEvent(
         "offload engine is emulated", "warning", ("agent",), ("engine",),
         "The library plays a device: what it does says nothing about how fast a real one is.",
+    ),
+    LogEvent(
+        "old index cannot be closed", "warning", ("agent",), ("cause",),
+        "The index of a file tier that another one has replaced. Nothing is lost; the medium may be failing.",
     ),
     LogEvent(
         "order failed", "error", ("agent",), ("order",),
