@@ -153,7 +153,7 @@ EVENTS: Final = (
     ),
     LogEvent(
         "event feed ended", "warning", ("operator",), ("why",),
-        "kopf has ended and is started again; nothing is lost, because all is listed anew.",
+        "kopf has ended and is started again; nothing is lost, because all is listed again.",
     ),
     LogEvent(
         "event not posted", "warning", ("operator",), ("about", "reason", "error"),

@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hints",
         choices=[hints.value for hints in Hints],
         default="trace",
-        help="what the policy is told: nothing, what the trace says (kind, stop reason, session), or what engines that "
+        help="what the policy knows: nothing, what the trace says (kind, stop reason, session), or what engines that "
         "know their sessions could say besides (complete, or back within a minute); default: %(default)s",
     )
     bytes_ = parser.add_mutually_exclusive_group()

@@ -187,8 +187,8 @@ def _tried(given: argparse.Namespace, first: Planned, trace: Trace) -> list[Trie
     def judge(fleet: Fleet) -> tuple[float, float]:
         rate = planning.rate_at(fleet, trace, given.goal_s, hints, SIZE_STEPS)
         money = planning.plan(fleet, trace, rate, given.goal_s, hints).money_per_million if rate else inf
-        told = ", ".join(f"{p.name} {format_rounded(p.declared_bytes)}" for p in fleet.places)
-        _tell(f"tried {told}: {rate:.3g} requests/s of a GPU")
+        sizes = ", ".join(f"{p.name} {format_rounded(p.declared_bytes)}" for p in fleet.places)
+        _tell(f"tried {sizes}: {rate:.3g} requests/s of a GPU")
         return rate, money
 
     bounds = {

@@ -66,7 +66,7 @@ SOURCE_PATH: Final = "source"
 LEFT_WEIGHT: Final = 100
 """Of a revision that no order names any more."""
 _OTHER_FILES: Final = frozenset({Fault.DIGEST_MISMATCH.value, Fault.SOURCE_INVALID.value})
-"""After these a next try lists the files anew."""
+"""After these the next try lists the files again."""
 
 _log = logging.getLogger(__name__)
 
@@ -526,7 +526,7 @@ def _reason(error: KvStrataError) -> Fault:
 
 
 def _is_other(order: ModelOrder, wanted: ModelOrder) -> bool:
-    """True when what is under way is not what is wanted now; peers, weight and digest begin nothing anew."""
+    """True when what is under way is not what is wanted now; peers, weight and digest begin nothing."""
     free = {"peers": (), "weight": 1, "idle_seconds": 0, "digest": None}
     return order.model_copy(update=free) != wanted.model_copy(update=free)
 

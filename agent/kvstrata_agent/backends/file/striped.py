@@ -429,7 +429,7 @@ async def open_striped(openers: Mapping[str, Opener], capacity_bytes: int) -> St
 
 
 async def _left_on(store: RecordStore) -> list[Columns]:
-    """Everything that earlier runs have left on a device; its store is closed when that cannot be told."""
+    """Everything that earlier runs have left on a device; its store is closed when that cannot be read."""
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(_let_go, store)
         found = [columns async for columns in store.recover_columns()]
