@@ -472,10 +472,10 @@ async def test_a_session_is_archived_however_many_blocks_of_others_wait(run: Run
     others = [entry for n in range(100, 108) if (entry := run.core.node.index.find(SCOPE, digest(n))) is not None]
     archiver = run.core.cache.archiver
     run.core.cache.life.finish(session, archive=True)
-    for _ in range(200):
+
+    def is_archived_beside_others() -> bool:
         archiver.demote_soon(others * 8, Priority.DEMOTE)
-        await asyncio.sleep(0)
-        if state_of(session) is SessionState.ARCHIVED:
-            break
+        return state_of(session) is SessionState.ARCHIVED
+
+    await steps_until(is_archived_beside_others)
     assert archiver.waiting
-    assert state_of(session) is SessionState.ARCHIVED
