@@ -332,6 +332,10 @@ EVENTS: Final = (
         has_traceback=True,
     ),
     LogEvent(
+        "sealed blocks that waited for their key not entered", "warning", ("agent",), ("tier", "tag", "cause"),
+        "Their key is there now, and the tier's medium fails: they stay misses, and are tried again every second.",
+    ),
+    LogEvent(
         "sealed blocks wait for their key", "warning", ("agent",), ("tier", "tag", "cause"),
         "Blocks of an earlier run cannot be opened yet. They are served once their scope's key is there, and "
         "removed when it never comes.",
@@ -384,6 +388,14 @@ EVENTS: Final = (
     LogEvent(
         "watch broken", "warning", _CLUSTER, ("path", "failures", "cause"),
         "The API server ended a watch; everything is listed and watched again.",
+    ),
+    LogEvent(
+        "weights not counted", "warning", ("agent",), ("tier", "cause"),
+        "Files of weights in a tier cannot be looked at: KV goes on with the room that it has. Is the medium failing?",
+    ),
+    LogEvent(
+        "weights on their way not removed", "warning", ("agent",), ("tier", "cause"),
+        "Files of a staging that nobody wants any more stay. They go with a later try, or at the next start.",
     ),
     LogEvent(
         "wrong bytes from peer", "warning", ("agent",), ("peer", "model"),

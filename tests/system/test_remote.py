@@ -20,10 +20,10 @@ from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import peers as peers_module
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
-from kvstrata_agent.fleet.peers.client import LIFE_S
+from kvstrata_agent.fleet.peers.client import BATCHES_MAX, LIFE_S
 from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader
-from kvstrata_agent.fleet.peers.peers import LANDING_MAX, RemotePeers
+from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import UnauthenticatedError
@@ -318,7 +318,7 @@ async def test_an_owner_that_says_nothing_keeps_nobody_from_the_blocks_of_others
     silent, sound = HeldLender(), HeldLender()
     sound.goes.set()
     async with reader_of(silent, sound) as peers:
-        stuck = [asyncio.create_task(peers.fetch(wanted([i], agent="p.0"), 60.0)) for i in range(LANDING_MAX)]
+        stuck = [asyncio.create_task(peers.fetch(wanted([i], agent="p.0"), 60.0)) for i in range(BATCHES_MAX)]
         for _ in stuck:
             await silent.asked.acquire()
 

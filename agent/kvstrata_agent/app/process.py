@@ -240,7 +240,10 @@ class AgentProcess:
         core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
         if core.models is not None:
             await core.models.follow(wanted.models, world.desired.models, world.desired.refused_models)
-        await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
+        try:
+            await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
+        except OSError as e:
+            _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
         self._followed = pool_node
 
     @staticmethod

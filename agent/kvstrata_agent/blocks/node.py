@@ -259,6 +259,16 @@ class Node:
         name = self.placement_below(level, must_survive=must_survive).target
         return None if name is None else self.tier(name)
 
+    def is_pausing_below(self, tier: Tier) -> bool:
+        """True while slower tiers that survive take nothing, and will again: a write has failed, or they recover."""
+        now_s = self.clock()
+        lasting = [
+            t for t in self.tiers
+            if t.level > tier.level and not t.is_closed
+            and t.backend.capabilities.survives_restart and not t.backend.capabilities.is_memory
+        ]  # fmt: skip
+        return bool(lasting) and not any(t.facts(now_s).takes_writes for t in lasting)
+
     def is_lowest(self, tier: Tier) -> bool:
         """True when no slower tier takes blocks now."""
         return self.tier_below(tier.level, must_survive=self.is_draining) is None

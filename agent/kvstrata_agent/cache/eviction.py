@@ -284,8 +284,15 @@ class Evictor:
         return freed_bytes
 
     async def drain(self, tier: Tier) -> int:
-        """Send one batch of a memory tier's blocks to media that survive; returns how many blocks are left."""
-        await self.evict(tier, EvictionRequest(TRIM_BYTES_MAX, "drain", Priority.DEMOTE))
+        """Send one batch of a memory tier's blocks to media that survive; returns how many blocks are left.
+
+        What none of those takes is dropped, unless they only take nothing just now.
+        """
+        before = self._node.contents(tier).blocks
+        eviction = EvictionRequest(TRIM_BYTES_MAX, "drain", Priority.DEMOTE, fate=Fate.DEMOTE_OR_KEEP)
+        await self.evict(tier, eviction)
+        if self._node.contents(tier).blocks == before and not self._node.is_pausing_below(tier):
+            await self.evict(tier, replace(eviction, fate=Fate.DEMOTE_OR_DROP))
         return self._node.contents(tier).blocks
 
     async def evict(self, tier: Tier, request: EvictionRequest) -> int:

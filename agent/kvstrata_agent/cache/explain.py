@@ -42,11 +42,12 @@ class Explainer:
         self._reader = reader
         self._archiver = archiver
 
-    def stats(self, tenant: str, scopes: Iterable[ScopeId]) -> dict[str, Any]:
+    def stats(self, owner: int, tenant: str, scopes: Iterable[ScopeId]) -> dict[str, Any]:
         """Tiers and totals. Fills are rounded to 1 %, so that a tenant cannot count the blocks of another.
 
-        What the tenant that asks has on its own account is exact. How fast its engines compute is None while unknown;
-        layouts are those of blocks in the scopes that it may read.
+        What the tenant that asks has on its own account is exact; leases and reservations are those of its connection,
+        `owner`. How fast its engines compute is None while unknown; layouts are those of blocks in the scopes that it
+        may read.
         """
         node = self._node
         limits = {t: node.tenants.hard_bytes(t, tenant) for t in node.tiers}
@@ -54,8 +55,8 @@ class Explainer:
             "agent": node.agent,
             "epoch": node.epoch,
             "tiers": [self._tier(t) for t in node.tiers],
-            "leases": len(node.leases),
-            "reservations": len(node.reservations),
+            "leases": node.leases.count(owner),
+            "reservations": len(node.reservations.owned(owner)),
             "tenant": {
                 "used_bytes": sum(t.tenant_bytes.get(tenant, 0) for t in node.tiers),
                 "limit_bytes": sum(t.backend.capacity_bytes if n is None else n for t, n in limits.items()),

@@ -24,6 +24,7 @@ from kvstrata_api.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from kvstrata_agent.backends.base import TierBackend
     from kvstrata_agent.blocks.node import Node
@@ -64,6 +65,8 @@ class TierState:
     error: str = ""
     is_absent: bool = False
     """True when this machine or build lacks what the tier needs."""
+    is_resize_due: bool = False
+    """True while the last change of its capacity has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class Provisioner:
             await self._enter_late()
         now = tuple(t for t in wanted if t.name not in leaving)
         steps = provision_plan.plan(now, have, is_retry_due=is_retry_due or is_new)
+        if is_retry_due and not is_new:
+            steps += self._resizes_due(steps, have.keys() & {t.name for t in now})
         if not steps and not is_new:
             return
         self._wanted = tuple(wanted)
@@ -173,6 +178,14 @@ class Provisioner:
             and self.node.clock() < by_s
         )
 
+    def _resizes_due(
+        self, steps: Sequence[provision_plan.Step], stay: AbstractSet[str]
+    ) -> tuple[provision_plan.Step, ...]:
+        """Changes of capacity that have failed, of tiers with which nothing else happens."""
+        planned = {s.name if isinstance(s, provision_plan.Close) else s.spec.name for s in steps}
+        due = (s.spec for name, s in self.states.items() if s.is_resize_due and name in stay - planned)
+        return tuple(provision_plan.Resize(spec) for spec in due)
+
     def _short(self, limits: dict[str, Limit], steps: Sequence[provision_plan.Step]) -> tuple[provision_plan.Step, ...]:
         """Tiers that can have more now than they were granted, because another one has gone."""
         planned = {step.spec.name for step in steps if not isinstance(step, provision_plan.Close)}
@@ -214,6 +227,7 @@ class Provisioner:
         for name in [n for n, s in self.states.items() if s.tier is not None]:
             await self._close(name)
         self.states.clear()
+        self._aside.clear()
         self._wanted = ()
         cause = await wipe_all(wanted, wipe) if removal is Removal.DESTROY else ""
         try:
@@ -303,9 +317,9 @@ class Provisioner:
             return
         try:
             state.tier.closing = state.tier.shrinking = await state.tier.backend.resize(self._of_kv(spec.name, limit))
-            state.error = ""
+            state.error, state.is_resize_due = "", False
         except Exception as e:  # noqa: BLE001  As above.
-            state.error = _reported(spec.name, e)
+            state.error, state.is_resize_due = _reported(spec.name, e), True
 
     async def _close(self, name: str, *, is_kept: bool = False) -> None:
         """Take a tier out: nobody finds its copies any more, then the medium is released.

@@ -18,6 +18,7 @@ from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.restore import Restoring
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S
+from kvstrata_api.errors import BackendFailedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Record]]) -> int:
     """Enter the blocks that an earlier run left in a tier; a second copy of a block in the same tier goes.
 
-    What was found before a failure is entered: its medium has its slots.
+    What was found before a failure is entered: its medium has its slots. Nothing is once the tier was taken out.
     """
     count = 0
     copies: list[Residence] = []
@@ -49,11 +50,14 @@ async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Reco
         async for slot, record in found:
             copies.append(Residence(tier, slot, record))
             if len(copies) == RECOVER_YIELD_BLOCKS:
+                if not node.has(tier):
+                    break
                 count += node.restore(copies)
                 copies.clear()
                 await asyncio.sleep(0)
     finally:
-        count += node.restore(copies)
+        if node.has(tier):
+            count += node.restore(copies)
     return count
 
 
@@ -71,10 +75,14 @@ async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -
         has_rows = True
         restoring = Restoring(node.index, tier, extents, node.born_at_s)
         await in_thread(None, restoring.plan)
+        if not node.has(tier):
+            return count
         restoring.prepare()
         while not restoring.is_done:
             count += node.restore_extent(restoring)
             await asyncio.sleep(0)
+            if not node.has(tier):
+                return count
     if has_rows:  # Once for all scopes: it visits everything.
         node.index.unpack_leaves(tier)
     return count
@@ -115,6 +123,7 @@ class AwaitedKeys:
         self._keys = keys
         self._unknown_since_s: dict[tuple[Tier, bytes], float] = {}
         self._reported: set[tuple[Tier, bytes]] = set()
+        self._failed: set[tuple[Tier, bytes]] = set()
 
     async def poll(self) -> None:
         """Enter or remove what is decided by now."""
@@ -122,7 +131,19 @@ class AwaitedKeys:
             sealing = tier.backend.sealing
             if sealing is not None:
                 for tag in sealing.waiting:
-                    await self._poll_tag(tier, sealing, tag)
+                    await self._try_tag(tier, sealing, tag)
+
+    async def _try_tag(self, tier: Tier, backend: SealingBackend, tag: bytes) -> None:
+        """A medium that fails keeps the keys of others from nobody; the next poll tries again."""
+        try:
+            await self._poll_tag(tier, backend, tag)
+        except BackendFailedError as e:
+            if (tier, tag) not in self._failed:
+                self._failed.add((tier, tag))
+                cause = {"tier": tier.name, "tag": tag.hex(), "cause": str(e)}
+                _log.warning("sealed blocks that waited for their key not entered", extra=cause)
+        else:
+            self._failed.discard((tier, tag))
 
     async def _poll_tag(self, tier: Tier, backend: SealingBackend, tag: bytes) -> None:
         scope, now_s = self._keys.scope(tag), self._node.clock()

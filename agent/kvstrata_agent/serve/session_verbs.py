@@ -114,7 +114,8 @@ class SessionVerbs:
         return self._hinted(request, _COMPLETE, wire.Outcome.ACCEPTED, 2 if is_archived else 1)
 
     def _stats(self, at: Attachment, request: wire.Stats) -> wire.Text:
-        stats = self._cache.explainer.stats(at.tenant, [right.access.scope for right in at.rights.values()])
+        scopes = [right.access.scope for right in at.rights.values()]
+        stats = self._cache.explainer.stats(at.owner, at.tenant, scopes)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(stats))
 
     def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:

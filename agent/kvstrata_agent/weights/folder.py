@@ -33,7 +33,7 @@ from kvstrata_api.names import MODELS_FOLDER
 from kvstrata_node import directories
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvstrata_agent.weights.listing import Chunk
 
@@ -209,8 +209,8 @@ class ModelFolder:
         if self._readers[model, revision]:
             return False
         with ExitStack() as leases:
-            for file in held.listing.files:
-                if not leases.enter_context(_leased(held.path / file.path)):
+            for path in _different([held.path / file.path for file in held.listing.files]):
+                if not leases.enter_context(_leased(path)):
                     return False
             del self.revisions[model, revision]
             self._listing_path(model, revision).unlink(missing_ok=True)
@@ -231,7 +231,7 @@ class ModelFolder:
     def chunks(self, but: tuple[str, str]) -> dict[str, Place]:
         """Where chunks of all revisions but one are. The same chunk in several is at one of them."""
         found: dict[str, Place] = {}
-        for key, held in self.revisions.items():
+        for key, held in tuple(self.revisions.items()):  # Threads change it.
             for file in held.listing.files if key != but else ():
                 at = 0
                 for chunk in file.chunks:
@@ -243,7 +243,7 @@ class ModelFolder:
         """Files of all revisions but one, by SHA-256."""
         return {
             file.sha256: held.path / file.path
-            for key, held in self.revisions.items()
+            for key, held in tuple(self.revisions.items())
             for file in (held.listing.files if key != but else ())
         }
 
@@ -305,6 +305,18 @@ class ModelFolder:
     def _drop_empty(self, model: str) -> None:
         with suppress(OSError):
             (self.root / model).rmdir()
+
+
+def _different(paths: Sequence[Path]) -> list[Path]:
+    """One path for each file: who opens a file a second time breaks the own lease, and waits for itself."""
+    found: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        with suppress(OSError):
+            status = path.lstat()
+            found.setdefault((status.st_dev, status.st_ino), path)
+            continue
+        return [path]  # It is not as it was left, and cannot be leased.
+    return list(found.values())
 
 
 @contextmanager

@@ -203,6 +203,7 @@ class Models:
             for run in runs:
                 del self._runs[run.order.name]
             self._folders.pop(name).close()
+            await self._provisioner.set_aside(name, 0)  # Whoever comes in its place says what it has.
         for name in roots.keys() - self._folders.keys():
             try:
                 folder = await in_thread(None, partial(_opened, roots[name], is_wanted=name in wanted))
@@ -229,9 +230,12 @@ class Models:
     async def _drop_unwanted(self) -> None:
         """Remove files on their way that no order names."""
         wanted = {run.key for run in self._runs.values()}
-        for folder in self._folders.values():
-            for key in set(await in_thread(None, folder.stagings)) - wanted:
-                await in_thread(None, partial(folder.drop_staging, *key))
+        for name, folder in tuple(self._folders.items()):
+            try:
+                for key in set(await in_thread(None, folder.stagings)) - wanted:
+                    await in_thread(None, partial(folder.drop_staging, *key))
+            except OSError as e:  # The next one who wants nothing tries again.
+                _log.warning("weights on their way not removed", extra={"tier": name, "cause": str(e)})
 
     async def close(self) -> None:
         """Cancel what is under way and let go of the folders; files stay. Idempotent."""
@@ -386,8 +390,12 @@ class Models:
 
     async def _settle(self) -> None:
         """Set aside from KV what models have, and are to have."""
-        for name, folder in self._folders.items():
-            sizes = await in_thread(None, folder.sizes)
+        for name, folder in tuple(self._folders.items()):
+            try:
+                sizes = await in_thread(None, folder.sizes)
+            except OSError as e:  # What was set aside stays so.
+                _log.warning("weights not counted", extra={"tier": name, "cause": str(e)})
+                continue
             await self._provisioner.set_aside(name, sum(sizes.values()) + self._reserved(name))
 
     async def _residents(self, tier: str) -> list[Resident]:
@@ -468,7 +476,7 @@ class Models:
         found = [self._seen(_progress(run), run.key) for run in self._runs.values()]
         wanted = {run.key for run in self._runs.values()}
         for folder in self._folders.values():
-            for key, held in folder.revisions.items():
+            for key, held in tuple(folder.revisions.items()):  # Threads change it.
                 if key not in wanted:
                     fields = {"name": held.model, "uid": "", "revision": held.revision}
                     found.append(self._seen(self._whole(ModelReport(state="Staged", **fields), held), key))
@@ -553,7 +561,11 @@ def _opened(root: Path, *, is_wanted: bool) -> ModelFolder | None:
         return None
     root.mkdir(parents=True, exist_ok=True)  # Of a memory tier: it has one for weights alone.
     folder = ModelFolder(root)
-    folder.scan()
+    try:
+        folder.scan()
+    except BaseException:
+        folder.close()
+        raise
     return folder
 
 

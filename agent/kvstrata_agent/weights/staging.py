@@ -161,8 +161,9 @@ class Staging:
             self._here = folder.chunks(wanted.key)
             listing = self.progress.listing = await self._listing()
             listing = await self._discover() if listing is None else await self._bring(listing)
-            if wanted.digest not in ("", listing.digest):
-                raise BlockCorruptError(f"the files have the digest {listing.digest}, {wanted.digest} is wanted")
+            digest = self.wanted.digest  # It may be known only by now.
+            if digest not in ("", listing.digest):
+                raise BlockCorruptError(f"the files have the digest {listing.digest}, {digest} is wanted")
             await in_thread(None, partial(folder.finish, *wanted.key, listing))
         finally:
             if self._source is not None:
@@ -409,7 +410,7 @@ class Staging:
 
     async def _copied(self, run: Run, fd: int) -> memoryview | None:
         with ExitStack() as readers:
-            for key in self.folder.revisions:
+            for key in tuple(self.folder.revisions):
                 readers.enter_context(self.folder.reading(*key))
             async with self.turn(run.size_bytes):
                 copy = partial(copy_chunks, fd, run.offset, run.chunks, self._here)

@@ -138,9 +138,8 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
         """Take locks back. What cannot be sent to the agent ends there by itself."""
-        freed = self._locks.give([_name(k) for k in keys])
-        if freed:
-            self._finders.submit(Task(lambda: self._client.run(transfers.unlock(self._find, freed)), _nothing))
+        names = [_name(k) for k in keys]
+        self._finders.submit(Task(lambda: self._unlock(names), _nothing))  # Behind the lookups that came before it.
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Fill the objects' memory; where the result has no bit the memory holds nothing of use."""
@@ -226,6 +225,11 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._notify_keys_stored([keys[i] for i in known], sizes)
         is_whole = done.is_whole and len(known) == len(made)
         return L2StoreResult(is_whole, done.published * self._find.target.layout.block_bytes)
+
+    def _unlock(self, names: Sequence[Name]) -> None:
+        freed = self._locks.give(names)
+        if freed:
+            self._client.run(transfers.unlock(self._find, freed))
 
     def _look_up(
         self, keys: Sequence[Any], layouts: Mapping[int, Any], put: Callable[[Bitmap], None], since_s: float

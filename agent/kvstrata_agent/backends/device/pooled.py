@@ -318,16 +318,14 @@ class PooledMemory(DaxMemory):
         self.superblock = superblock
         self._is_free = [False] * superblock.slices
         self._lost: set[int] = set()
+        guarded = sigbus.guard(self._address, HEAD_BYTES)
         try:
-            with self._whole[:_TABLE_AT] as head:
-                flush(head)
-                if not check_superblock(bytes(head), superblock, path):
-                    head[:] = superblock.packed()
-                    flush(head)
-        except InvalidInputError:
+            self._check_head(guarded)
+        except (InvalidInputError, BackendFailedError):
             self._unmap()
+            sigbus.unguard(guarded)
             raise
-        self._table = _MappedTable(self._whole, superblock.slices, sigbus.guard(self._address, HEAD_BYTES))
+        self._table = _MappedTable(self._whole, superblock.slices, guarded)
         digest = blake2b(node.encode(), digest_size=16).digest()
         self._stop = threading.Event()
         self.claims = Claims(self._table, digest, os.urandom(_OWNER_BYTES), time.monotonic, self._wait)
@@ -335,6 +333,17 @@ class PooledMemory(DaxMemory):
         self._taking_up = threading.Lock()
         self._wanted = 0
         self._beats = threading.Thread(target=self._beat, name="kvstrata-pooled", daemon=True)
+
+    def _check_head(self, guarded: sigbus.Guarded) -> None:
+        """Write the superblock of a device without one. Raises `InvalidInputError` and `BackendFailedError`."""
+        with self._whole[:_TABLE_AT] as head:
+            flush(head)
+            found = bytes(head)
+            if guarded.is_lost:
+                raise BackendFailedError(f"{self._path}: memory error in the head")
+            if not check_superblock(found, self.superblock, self._path):
+                head[:] = self.superblock.packed()
+                flush(head)
 
     def _wait(self, seconds: float) -> None:
         self._stop.wait(seconds)
@@ -376,8 +385,14 @@ class PooledMemory(DaxMemory):
                 self._clear_slice(index)
             with self._lock:
                 used = {unit for region in self._regions.values() for unit in self._units(region)}
-                for index in self.claims.held.copy() - used - self._lost - self.claims.dirty.copy():
+                for index in (
+                    self.claims.held.copy() - used - self._lost - self.claims.dirty.copy() - self.claims.barred.copy()
+                ):
                     self._is_free[index] = True
+
+    def _bar(self, units: range) -> None:
+        self.claims.barred.update(units)
+        super()._bar(units)
 
     def _clear_slice(self, index: int) -> None:
         self._clear(Region(self._first_at + index * self._unit_bytes, self._unit_bytes))
@@ -438,8 +453,9 @@ class PooledMemory(DaxMemory):
             return
         self._forget(extent)
         with self._lock:
-            self._lost.difference_update(units)
-            for unit in units:
+            gone = {*units} - {unit for region in self._regions.values() for unit in self._units(region)}
+            self._lost -= gone  # Of what another extent has by now it is the mark.
+            for unit in gone:
                 self._is_free[unit] = unit in self.claims.held and unit not in self.claims.barred
 
     def copy_in(self, extent: int, offset: int, source: memoryview) -> None:
@@ -593,7 +609,7 @@ def open_pooled(settings: CxlPooled, pool: str, node: str, capacity_bytes: int) 
         raise InvalidInputError(f"cxl.pooled.path {path}: {e.strerror}") from e
     try:
         memory.claim(capacity_bytes, LAPSE_S + BEAT_S)
-    except InvalidInputError:
+    except (InvalidInputError, BackendFailedError):
         memory.close()
         raise
     can = Capabilities(

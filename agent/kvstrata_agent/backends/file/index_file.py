@@ -9,7 +9,7 @@ import asyncio
 import logging
 import mmap
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -123,15 +123,17 @@ class IndexFile:
         if size_bytes <= BODY_OFFSET or size_bytes % DIRECT_BYTES:
             return None
         file = await self._volume.open(INDEX_FILE)
-        whole = memoryview(mmap.mmap(-1, size_bytes))
-        for at in range(0, size_bytes, _PIECE_BYTES):
-            await file.read([(at, whole[at : at + _PIECE_BYTES])])
-        extra_bytes = EXTRA_BYTES if self._sealing else 0
-        body = await in_thread(None, partial(unpack_body, whole[BODY_OFFSET:], self._secret, extra_bytes))
-        copies = [] if body is None else self._copies(whole, body.generation)
-        if body is None or not copies:
-            await file.close()
-            return None
+        async with AsyncExitStack() as unless_believed:
+            unless_believed.push_async_callback(file.close)
+            whole = memoryview(mmap.mmap(-1, size_bytes))
+            for at in range(0, size_bytes, _PIECE_BYTES):
+                await file.read([(at, whole[at : at + _PIECE_BYTES])])
+            extra_bytes = EXTRA_BYTES if self._sealing else 0
+            body = await in_thread(None, partial(unpack_body, whole[BODY_OFFSET:], self._secret, extra_bytes))
+            copies = [] if body is None else self._copies(whole, body.generation)
+            if body is None or not copies:
+                return None
+            unless_believed.pop_all()
         positions = {s.name.id: at for at, s in enumerate(body.listed)}
         sequence, bits = max(copies)
         self._maps = [_Map(file, body.generation, positions, bytearray(bits), sequence)]

@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 BATCH_BYTES_MAX: Final = 128 * MIB
 """Bytes leased with one question: what an engine asks for at a time, and seconds of a slow link."""
 
-LANDING_MAX: Final = 4
-"""Batches whose bytes come at once, from all owners together; their pieces share the landing buffers."""
-
 LINKS_MAX: Final = 256
 AWAY_S: Final = 2.0
 """After an owner could not be reached, it is not asked for so long."""
@@ -104,7 +101,6 @@ class RemotePeers:
         self._transfers = Transfers(nixl)
         self._links: dict[str, asyncio.Task[Link]] = {}
         self._away_until_s: dict[str, float] = {}
-        self._landing = asyncio.Semaphore(LANDING_MAX)
         landing = instruments.gauge("kvstrata_peer_landing_bytes", **self._labels)
         landing.set_function(lambda: float(self._transfers.landing_bytes))
 
@@ -250,8 +246,7 @@ class RemotePeers:
         try:
             outcome = await self._read_shared(placed)
             if sent:
-                async with self._landing:
-                    outcome |= await self._transfers.bring(link, sent, lending.generation, until_s)
+                outcome |= await self._transfers.bring(link, sent, lending.generation, until_s)
         finally:
             await self._end(link, pairs)
         unread = [i for i, one in enumerate(pairs) if one.loan.place is not None and one not in outcome]

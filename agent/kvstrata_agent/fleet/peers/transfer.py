@@ -49,6 +49,8 @@ both sides waits for a core. With all asked for at once the owner took a quarter
 LANES: Final = 8
 """Landing buffers of one batch, those included whose piece is verified: the wire does not wait for that."""
 
+LANDING_MAX: Final = 4
+"""Batches that NIXL has at once, from all owners together: their pieces share the landing buffers."""
 LANDING_BYTES: Final = 128 * MIB
 """Bytes on their way from all peers at once: four batches of eight pieces, 40 ms of a 25 Gbit/s link."""
 _ALIGN_BYTES: Final = 4 * KIB
@@ -247,6 +249,7 @@ class Transfers:
         self._nixl = nixl
         self._landing = Landing(landing_bytes if nixl else 0)
         self._landing_lock = Lock()
+        self._turns = asyncio.Semaphore(LANDING_MAX)
         self._verifiers = ThreadPoolExecutor(VERIFIERS, "kvstrata-verify")
         self._asked_bytes = 0
         """Of all batches that NIXL has now."""
@@ -273,7 +276,8 @@ class Transfers:
         """
         outcome: dict[Leased, tuple[Result, Transport]] = {}
         if self._nixl and await self._know(link, generation):
-            landed = await self._by_nixl(link, leased, deadline_s)
+            async with self._turns:
+                landed = await self._by_nixl(link, leased, deadline_s)
             outcome |= {one: (result, Transport.NIXL) for one, result in landed.items()}
         rest = [one for one in leased if one not in outcome]
         if rest:
