@@ -156,12 +156,18 @@ class MoveScheduler:
 
     def _rerank(self, entry: Entry) -> None:
         if group := self._waiting.get(entry):
-            group.limiter.boost(group.move, *self._rank(group.entries, group.priority))
+            group.limiter.boost(group.move, *self._rank(group.entries, group.priority, group.move.account))
 
-    def _rank(self, entries: Sequence[Entry], priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
-        """Priority, account, weight and class of a move: the first of its readers' where there are any."""
+    def _rank(
+        self, entries: Sequence[Entry], priority: Priority, payer: str = ""
+    ) -> tuple[Priority, str, int, PriorityClass]:
+        """Priority, account, weight and class of a move: the most urgent of its readers' where there are any.
+
+        Of equals `payer`, who has it on the account by now, keeps it.
+        """
         waited_for = [e for e in entries if e in self._readers]
-        return min(self._rank_alone(e, priority) for e in waited_for or entries)
+        ranks = [self._rank_alone(e, priority) for e in waited_for or entries]
+        return min(ranks, key=lambda r: (r[0], r[3], r[1] != payer))
 
     def _rank_alone(self, entry: Entry, priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
         readers = self._readers.get(entry)

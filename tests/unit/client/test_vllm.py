@@ -28,7 +28,7 @@ from kvstrata_client.connectors.vllm.engine import (
     parse,
     variant_of,
 )
-from kvstrata_client.connectors.vllm.hints import ACTIONS, Hints, give_early, give_late, hints_of
+from kvstrata_client.connectors.vllm.hints import ACTIONS, Generating, Hints, give_early, give_late, hints_of
 from kvstrata_client.connectors.vllm.planner import (
     APART,
     HALF_RATE_MAX,
@@ -62,6 +62,7 @@ class Request:
     all_token_ids: list[int]
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
+    mm_features: list[object] = field(default_factory=list)
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -534,6 +535,34 @@ def test_hints_are_given_when_a_request_arrives_and_when_it_has_ended() -> None:
     noted.calls.clear()
     give_late(noted, noted, tokens, Hints(session="s"))
     assert noted.calls == [("touch_session", "s", "idle", {})]
+
+
+def test_a_session_is_over_when_the_last_of_its_requests_is() -> None:
+    generating, noted = Generating(), cast("Any", Given())
+    assert [generating.begin(n, "s") for n in ("0_r", "1_r", "1_r")] == [True, False, False]
+    assert generating.begin("other", "t")
+    assert not generating.begin("alone", "")
+    tokens, hints = np.arange(4, dtype=np.uint32), Hints(session="s", pin_s=5.0, complete="archive")
+
+    assert not generating.end("0_r")
+    give_late(noted, noted, tokens, hints, is_last=False)
+    assert [name for name, *_ in noted.calls] == ["pin"], "another one generates"
+    assert generating.end("1_r")
+    assert generating.end("alone")
+    assert generating.begin("2_r", "s"), "a later turn"
+
+
+def test_what_a_request_computes_with_media_that_came_later_is_neither_saved_nor_loaded() -> None:
+    bench = Bench(there=2)
+    request = bench.begin("a", 64)
+    bench.planner.give_pages("a", [[1, 2]], are_all=True)
+    assert bench.planner.match("a", 0) is None
+    request.mm_features.append(object())
+
+    assert bench.planner.match("a", 0) == 0
+    plan = bench.planner.step({"a": 64})
+    assert plan.saves == []
+    assert plan.drops == [fetch.fetch for fetch in plan.fetches]
 
 
 def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_path: Path) -> None:

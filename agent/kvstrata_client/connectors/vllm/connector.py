@@ -32,7 +32,7 @@ from kvstrata_client.connectors.vllm.engine import (
     variant_of,
 )
 from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored, medium_of
-from kvstrata_client.connectors.vllm.hints import PARAMS, Hints, give_early, give_late, hints_of, tokens_of
+from kvstrata_client.connectors.vllm.hints import PARAMS, Generating, Hints, give_early, give_late, hints_of, tokens_of
 from kvstrata_client.connectors.vllm.planner import Fetched, Limits, Plan, Planner, Saved, Tokens
 from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.verbs.results import Located
@@ -320,6 +320,7 @@ class _Scheduler:
         self.hits: dict[str, Counter[str]] = {}
         """Of requests that were just given pages."""
         self._adapters = Adapters()
+        self._generating = Generating()
         self._unnamed = False
         self._next_problem_s = 0.0
         self._next_report_s = 0.0
@@ -340,7 +341,8 @@ class _Scheduler:
             self._note(self._read_media)
         client, name = self._client, hints.session
         if name:
-            self._note(lambda: client.open_session(name, parent=hints.parent, priority=hints.priority))
+            if self._generating.begin(request.request_id, name):
+                self._note(lambda: client.open_session(name, parent=hints.parent, priority=hints.priority))
             self._note(lambda: client.touch_session(name, "decoding", urgency=hints.urgency))
         if hints.prefetch or hints.fetch:
             cache, tokens = PrefixCache(client, variant=variant), tokens_of(request)
@@ -364,10 +366,11 @@ class _Scheduler:
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         hints, _ = hints_of(request)
+        is_last = self._generating.end(request.request_id)
         variant = variant_of(request, self._adapters)
         if hints != Hints() and variant is not None:
             cache, tokens = PrefixCache(self._client, variant=variant), tokens_of(request)
-            self._note(lambda: give_late(self._client, cache, tokens, hints))
+            self._note(lambda: give_late(self._client, cache, tokens, hints, is_last=is_last))
         hits = self.planner.finish(request.request_id)
         return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
 

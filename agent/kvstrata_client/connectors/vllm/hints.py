@@ -1,6 +1,7 @@
 """What vLLM's requests hint of their session and prompt, and giving it to the agent. Imports nothing of vLLM."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -132,9 +133,38 @@ def give_early(cache: PrefixCache, tokens: Tokens, hints: Hints) -> None:
         cache.prefetch(tokens, session=hints.session)
 
 
-def give_late(client: Client, cache: PrefixCache, tokens: Tokens, hints: Hints) -> None:
-    """Give the hints that are for when a request has ended; its end of a session comes last."""
-    name = hints.session
+class Generating:
+    """Sessions of the requests that are being worked on: several may be of one."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, str] = {}
+        """By request."""
+        self._requests: Counter[str] = Counter()
+
+    def begin(self, request_id: str, session: str) -> bool:
+        """Note a request; true where it is the first one of its session."""
+        if not session or request_id in self._sessions:
+            return False
+        self._sessions[request_id] = session
+        self._requests[session] += 1
+        return self._requests[session] == 1
+
+    def end(self, request_id: str) -> bool:
+        """Note its end; true where its session goes on without any."""
+        session = self._sessions.pop(request_id, "")
+        self._requests[session] -= 1
+        is_last = self._requests[session] <= 0
+        if is_last:
+            del self._requests[session]
+        return is_last
+
+
+def give_late(client: Client, cache: PrefixCache, tokens: Tokens, hints: Hints, *, is_last: bool = True) -> None:
+    """Give the hints that are for when a request has ended; its end of a session comes last.
+
+    Those of its session are for when no other request of that goes on.
+    """
+    name = hints.session if is_last else ""
     if name and hints.tool_wait_s:
         client.tool_wait(name, hints.tool_wait_s, urgency=hints.urgency)
     elif name:

@@ -138,6 +138,8 @@ class _Tracked:
     session: str
     traceparent: str = ""
     """Span that it came with."""
+    media: int = 0
+    """Pictures and the like that its variant knows of."""
     tokens: Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
     tables: list[list[int]] = field(default_factory=list)
     saved_blocks: int = 0
@@ -234,14 +236,14 @@ class Planner:
 
     def begin(self, request: RequestView, variant: str, session: str = "", traceparent: str = "") -> None:
         """Track a new request. Those that are not tracked are neither loaded nor saved."""
-        self._requests[request.request_id] = _Tracked(request, variant, session, traceparent)
+        self._requests[request.request_id] = _Tracked(request, variant, session, traceparent, _media(request))
         if self._events is not None:
             self._events.begin(request.request_id)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
         """Tokens behind `computed_tokens` that can be loaded; None: ask again in the next step."""
         tracked = self._requests.get(request_id)
-        if tracked is None:
+        if tracked is None or self._is_another_prompt(tracked, request_id):
             return 0
         self._read_tokens(tracked)
         first = computed_tokens // self._limits.block_tokens
@@ -258,6 +260,13 @@ class Planner:
             self._give_up(tracked, request_id)
             return 0
         return (stop - first) * self._limits.block_tokens
+
+    def _is_another_prompt(self, tracked: _Tracked, request_id: str) -> bool:
+        """True, and its fetch given up, once a request has media that its variant does not name."""
+        if _media(tracked.request) == tracked.media:
+            return False
+        self._give_up(tracked, request_id)
+        return True
 
     def sources(self, request_id: str, tokens: int) -> Counter[str]:
         """Tokens of a hit of so many tokens by where they were: names of tiers, or `remote`."""
@@ -455,6 +464,8 @@ class Planner:
 
     def _save(self, tracked: _Tracked, computed_tokens: int) -> None:
         """Save blocks that are full once this step is computed, as far as their tokens are known by now."""
+        if _media(tracked.request) != tracked.media:
+            return
         self._read_tokens(tracked)
         size = self._limits.block_tokens
         pages = min(map(len, tracked.tables), default=0)
@@ -468,6 +479,11 @@ class Planner:
         number = self._events.saving(tracked.request, first, full) if self._events is not None else 0
         prompt, trace = (tracked.tokens, tracked.variant, tracked.session), tracked.traceparent
         self._plan.saves.append(Save(*prompt, first, full, tables, number, trace))
+
+
+def _media(request: RequestView) -> int:
+    """How many pictures and the like a request has: one that is streamed may get more, which its variant lacks."""
+    return len(getattr(request, "mm_features", None) or ())
 
 
 def _begun(variant: str) -> Any:

@@ -403,7 +403,7 @@ async def test_a_reader_that_goes_leaves_the_move_of_a_group_to_those_who_still_
         scheduler.wait_for(entries[0], "b")
         for entry in entries[1:]:
             scheduler.wait_for(entry, "a")
-        assert goes_as() == (Priority.ONBOARD, "a")
+        assert goes_as() == (Priority.ONBOARD, "b"), "of equals whoever pays by now, whatever their names are"
         for entry in entries[1:]:
             scheduler.end_wait(entry)
         assert goes_as() == (Priority.ONBOARD, "b")

@@ -14,7 +14,7 @@ from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.provision.recovery import AwaitedKeys
+from kvstrata_agent.provision.recovery import AwaitedKeys, enter
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from kvstrata_api.models.poolnode import NodeTier
 from support.agent.doubles import Clock, make_node
@@ -250,3 +250,47 @@ async def test_what_is_to_be_forgotten_is_forgotten_after_a_failure(medium: Medi
     store = await medium.open(keys)
     assert set(await found(store.recover())) == set(range(1, 20, 2))
     await store.close()
+
+
+async def test_a_tier_that_was_taken_out_gets_no_blocks_any_more(medium: Medium) -> None:
+    keys = KeyRing(ANNA, BOB)
+    await filled(medium, keys)
+    store = await medium.open(keys)
+    node = make_node([], Clock())
+    tier = Tier(NodeTier.model_validate({"name": "t", "type": "NVMe", "capacityBytes": 1}), 0, store, 1)
+    node.tiers.append(tier)
+
+    async def taken_out() -> AsyncIterator[tuple[SlotRef, Record]]:
+        async for pair in store.recover():
+            yield pair
+        node.tiers.remove(tier)
+
+    assert await enter(node, tier, taken_out()) == 0
+    assert not len(node.index)
+    await store.close()
+
+
+async def test_a_tier_that_fails_keeps_the_keys_of_others_from_nobody(medium: Medium, away: Away) -> None:
+    keys = KeyRing(ANNA, BOB)
+    other = Medium("with index")
+    for one in (medium, other):
+        await filled(one, keys)
+    kept = keys.shred(ANNA)
+    stores = [await one.open(keys) for one in (medium, other)]
+    node = make_node([], Clock())
+    for number, store in enumerate(stores):
+        spec = NodeTier.model_validate({"name": f"t{number}", "type": "NVMe", "capacityBytes": 1})
+        node.tiers.append(Tier(spec, number, store, 1 + number))
+        await found(store.recover())
+    keys.known[ANNA] = kept
+
+    away.fail("open")
+    latecomers = AwaitedKeys(node, keys)
+    await latecomers.poll()
+    assert stores[0].waiting == {kept.tag} or medium.kind == "with index"
+    assert stores[1].waiting == frozenset()
+    away.come_back()
+    await latecomers.poll()
+    assert stores[0].waiting == frozenset()
+    for store in stores:
+        await store.close()

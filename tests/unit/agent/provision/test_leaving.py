@@ -10,7 +10,11 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.tier import WRITE_PAUSE_S
+from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision.plan import levels
+from kvstrata_agent.provision.provisioner import RETRY_S
+from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
@@ -192,3 +196,70 @@ def test_levels_keep_the_declared_order_and_put_what_leaves_where_it_was(
     assert sorted(wanted, key=found.__getitem__) == wanted
     first = before[0] if before else ""
     assert first not in leaving or found[first] == 0
+
+
+class Stubborn(DictBackend):
+    """It refuses its first changes of capacity."""
+
+    refusals = 0
+
+    async def resize(self, capacity_bytes: int) -> frozenset[int]:
+        if self.refusals:
+            self.refusals -= 1
+            raise InvalidInputError("other hosts have the rest")
+        return await super().resize(capacity_bytes)
+
+
+async def test_a_change_of_capacity_that_failed_is_tried_again() -> None:
+    made = Stubborn(4 * MIB)
+
+    async def stubborn(_: NodeTier) -> TierBackend:
+        return made
+
+    at = Provisioned(stubborn)
+    await at.provisioner.apply((disk("nvme", 4 * MIB),))
+    made.refusals = 2
+    await at.provisioner.apply((disk("nvme", 8 * MIB),))
+    assert "other hosts" in at.provisioner.states["nvme"].error
+    for _ in range(2):
+        await at.provisioner.apply((disk("nvme", 8 * MIB),))
+        assert made.capacity_bytes == 4 * MIB, "not before it is time"
+        at.clock.now_s += RETRY_S + 1
+        await at.provisioner.apply((disk("nvme", 8 * MIB),))
+
+    assert made.capacity_bytes == 8 * MIB
+    assert at.provisioner.states["nvme"].error == ""
+    await at.close()
+
+
+async def test_what_was_kept_for_weights_of_a_pool_that_went_is_not_kept_for_the_next() -> None:
+    at = Provisioned(make)
+    await at.provisioner.apply((disk("nvme", 4 * MIB),))
+    await at.provisioner.set_aside("nvme", MIB)
+
+    async def wiped(_: NodeTier) -> None:
+        return
+
+    await at.provisioner.remove(Removal.RELEASE, (), wiped, lambda: None)
+    await at.provisioner.apply((disk("nvme", 4 * MIB),))
+    tier = at.core.node.tier("nvme")
+    assert tier is not None
+    assert tier.backend.capacity_bytes == 4 * MIB
+    await at.close()
+
+
+async def test_a_drain_keeps_what_cannot_go_down_just_now() -> None:
+    at = Setup()
+    await at.apply(dram(), disk("nvme"))
+    assert await store_chain(at.core, at.place, [1, 2, 3, 4]) == 4
+    memory, below = at.core.node.tiers
+    at.core.node.is_draining = True
+    at.core.node.write_failed(below, "EIO once")
+    await at.core.cache.evictor.drain(memory)
+    assert [at.lies(n) for n in (1, 2, 3, 4)] == [["dram"]] * 4
+
+    at.clock.now_s += WRITE_PAUSE_S + 1
+    while await at.core.cache.evictor.drain(memory):
+        pass
+    assert [at.lies(n) for n in (1, 2, 3, 4)] == [["nvme"]] * 4
+    await at.close()

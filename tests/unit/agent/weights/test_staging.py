@@ -365,6 +365,34 @@ async def test_a_revision_that_is_open_or_mapped_stays(folder: ModelFolder, tmp_
     assert list(folder.root.iterdir()) == []
 
 
+async def test_a_revision_that_has_a_file_under_two_names_can_be_removed(folder: ModelFolder, tmp_path: Path) -> None:
+    await staging(folder, Counted(write(tmp_path / "one", {"a.bin": A}))).run()
+    second = write(tmp_path / "two", {"a.bin": A, "b.bin": A})
+    (tmp_path / "other").mkdir()
+    other = ModelFolder(tmp_path / "other")
+    (second / LISTING_FILE).write_bytes((await staging(other, Counted(second), "l").run()).encode())
+    await staging(folder, Counted(second), "r2").run()
+    inodes = {(folder.root / "m/r2" / name).stat().st_ino for name in ("a.bin", "b.bin")}
+    assert len(inodes) == 1
+
+    assert await asyncio.to_thread(folder.remove, "m", "r2")
+    assert content(folder.root / "m" / "r1") == {"a.bin": A}
+    other.close()
+
+
+async def test_a_digest_that_is_known_only_while_files_come_counts(folder: ModelFolder, tmp_path: Path) -> None:
+    source = Counted(write(tmp_path / "source", FILES))
+    coming = staging(folder, source)
+
+    def learn(*_: object) -> None:
+        coming.wanted = Wanted("m", "r1", f"sha256:{'0' * 64}")
+
+    source.damage = learn
+    with pytest.raises(BlockCorruptError, match="is wanted"):
+        await coming.run()
+    assert not folder.revisions
+
+
 async def test_what_goes_while_it_is_counted_is_left_out(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
