@@ -22,6 +22,8 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 MODEL = "bench-model"
+ABSENT = 1 << 64
+"""An object that nobody stores."""
 IS_FLAT = not hasattr(api, "PrefetchTaskSpec")
 """LMCache 0.5.5: a prefetch names keys without groups, and its result is one bitmap."""
 
@@ -126,8 +128,15 @@ class Held:
         return marks
 
     def unlock(self, numbers: list[int]) -> dict[str, Any]:
+        """Take locks back; returns when the agent has heard of it: a lookup behind it is answered."""
         self.adapter.submit_unlock([key(n) for n in numbers])
-        return {}
+        self.submit("lookup", [ABSENT])
+        return self.collect(30.0)
+
+    def lookup_and_unlock(self, numbers: list[int]) -> dict[str, Any]:
+        """Look objects up, and take locks of them back before that has been answered."""
+        self.submit("lookup", numbers)
+        return self.unlock(numbers)
 
     def delete(self, numbers: list[int]) -> dict[str, Any]:
         """Have objects deleted; the numbers of those that LMCache's listeners heard of within a second."""

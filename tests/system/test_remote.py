@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import peers as peers_module
+from kvstrata_agent.fleet.peers import server as server_module
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import BATCHES_MAX, LIFE_S
@@ -327,6 +328,32 @@ async def test_an_owner_that_says_nothing_keeps_nobody_from_the_blocks_of_others
         for one in stuck:
             one.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
+
+
+async def test_an_owner_that_lends_and_sends_nothing_keeps_nobody_from_the_blocks_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pulled, ends, send_blocks = asyncio.Semaphore(0), asyncio.Event(), server_module._Conversation._send_blocks
+
+    async def send(conversation: server_module._Conversation, question: wire.Pull) -> None:
+        if conversation._lender is silent:
+            pulled.release()
+            await ends.wait()
+        await send_blocks(conversation, question)
+
+    monkeypatch.setattr(server_module._Conversation, "_send_blocks", send)
+    silent, sound = HeldLender(), HeldLender()
+    silent.goes.set()
+    sound.goes.set()
+    async with reader_of(silent, sound) as peers:
+        stuck = [asyncio.create_task(peers.fetch(wanted([i], agent="p.0"), 60.0)) for i in range(BATCHES_MAX)]
+        for _ in stuck:
+            await pulled.acquire()
+
+        assert None not in await peers.fetch(wanted([1], agent="p.1"), 10.0)
+
+        ends.set()
+        assert [None not in parents for parents in await asyncio.gather(*stuck)] == [True] * BATCHES_MAX
 
 
 async def test_an_owner_that_does_not_answer_is_away_and_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvstrata_agent.app.periodic import REST_S_MAX, Sweeper
+from kvstrata_agent.blocks.tier import WRITE_PAUSE_S
 from kvstrata_agent.operations import runner as draining
 from kvstrata_agent.operations.runner import drained_tiers
 from kvstrata_api.models.poolnode import NodeOrder, OrderAnswer, TierDrainOrder
@@ -112,6 +113,25 @@ async def test_what_has_no_place_is_told_and_stays(at: Drained) -> None:
     assert at.blocks() == [4, 0]
     acquired = await at.engine.acquire(1, 2, 3, 4)
     assert len(acquired.blocks) == 4, "what stays is read"
+
+
+async def test_a_node_that_leaves_keeps_blocks_while_the_medium_for_them_pauses(at: Drained) -> None:
+    drain, memory = at.engine.core.cache.evictor.drain, at.node.tiers[0]
+    at.node.is_draining, at.engine.low.fails_writes = True, True
+    assert await drain(memory) == 4
+    at.engine.low.fails_writes = False
+    assert await drain(memory) == 4, "it pauses after the write that failed"
+
+    at.engine.clock.now_s += WRITE_PAUSE_S
+    assert await drain(memory) == 0
+    assert at.blocks() == [0, 4]
+
+
+async def test_a_node_that_leaves_drops_what_no_medium_takes(at: Drained) -> None:
+    at.node.is_draining = True
+    at.node.tiers[1].drain(is_wanted=True)
+
+    assert await at.engine.core.cache.evictor.drain(at.node.tiers[0]) == 0
 
 
 async def test_a_tier_stays_drained_after_its_answer_and_over_a_restart(at: Drained) -> None:

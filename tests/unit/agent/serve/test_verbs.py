@@ -18,6 +18,7 @@ from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandid
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import REMEASURED_S, Priority
 from kvstrata_agent.policy.recompute import ENGINE_S
+from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.session_verbs import contexts_of
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
@@ -438,6 +439,23 @@ async def test_stats_and_explain_tell_what_is_there_and_nothing_of_others(engine
     others = await engine.ask(wire.Explain(1, "tenant/b/uid-b/v1", digest(1)))
     absent = await engine.ask(wire.Explain(1, SCOPE, digest(77)))
     assert others == absent
+
+
+async def counts_of(engine: Engine) -> tuple[int, int]:
+    stats = json.loads((await engine.ask(wire.Stats(1))).json)
+    return stats["leases"], stats["reservations"]
+
+
+async def test_stats_count_the_leases_and_reservations_of_the_connection_that_asks(engine: Engine) -> None:
+    await engine.store(1, 2)
+    await engine.acquire(1, 2)
+    await engine.ask_to_store(3)
+    other = Attachment(2)
+    engine.at, first = other, engine.at
+    await engine.attach()
+    assert await counts_of(engine) == (0, 0)
+    engine.at = first
+    assert await counts_of(engine) == (2, 1)
 
 
 @pytest.mark.parametrize(
