@@ -25,7 +25,7 @@ from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.blocks import KEY_BYTES, LayoutId, ScopeId
 from kvstrata_api.checksum import CHECKSUM_BYTES
 
-_NAME: Final = re.compile(r"seg-([0-9a-f]{8,})-([0-9a-f]+)-([0-9a-f]+)\.kv")
+_NAME: Final = re.compile(r"seg-([0-9a-f]{8,12})-([0-9a-f]+)-([0-9a-f]+)\.kv")
 
 MAPS: Final = 2
 """Copies of the map, each in a page of its own: one torn or rotten page loses nothing."""

@@ -63,13 +63,13 @@ class Scan:
     """The index, without the segments that were touched since."""
 
     async def segments(self, names: Mapping[str, int]) -> AsyncGenerator[Found, None]:
-        """What each segment file holds, newest segment first. `names` are the volume's.
+        """What each segment file holds, newest segment first, of one id the listed one. `names` are the volume's.
 
         What is returned has to be closed by its user; all others are closed when this ends.
         """
         listed = {s.name: s for s in self.body.listed} if self.body else {}
         there = (parse_name(name) for name, size_bytes in names.items() if size_bytes != NO_FILE)
-        files = sorted((name for name in there if name is not None), key=lambda n: -n.id)
+        files = sorted((name for name in there if name is not None), key=lambda n: (-n.id, n not in listed))
         for start in range(0, len(files), _AT_A_TIME):
             batch = files[start : start + _AT_A_TIME]
             scans = (self.scan(name, names[str(name)], listed.get(name)) for name in batch)
@@ -283,7 +283,8 @@ class Recovery:
         self.fit(1, found.name.slots)
         table = self.io.state.table
         is_over = table.held_bytes + found.name.size_bytes > table.capacity_bytes
-        if is_over or not (found.blocks or found.unread):
+        is_copy = found.name.id in self.io.state.segments
+        if is_over or is_copy or not (found.blocks or found.unread):
             unwanted.append(found)
             return False
         if not found.blocks:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import stat
+from dataclasses import replace as with_fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import FORMAT, SEALED_FORMAT, STORE_FILE, Claim, start_run
 from kvstrata_agent.backends.file.engine import open_volume
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, pack_header, unpack_header
@@ -128,6 +130,7 @@ def test_segment_names_round_trip(number: int, pages: int, slots: int) -> None:
         "seg-00000009-04000-40.kv",
         "seg-00000009-4000-040.kv",
         "seg-000000009-4000-40.kv",
+        "seg-1000000000000-4000-40.kv",
     ],
 )
 def test_what_no_store_calls_a_segment_is_none(name: str) -> None:
@@ -152,6 +155,27 @@ async def test_what_has_the_name_of_a_segment_and_is_no_file_is_left_alone(tmp_p
         await put(store, n)
     await store.close()
     assert odd.is_symlink() or odd.is_dir()
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_of_two_segments_with_one_id_one_is_adopted_and_the_other_goes(tmp_path: Path, is_listed: bool) -> None:  # noqa: FBT001
+    store = await buffered_store(tmp_path, CAPACITY_BYTES)
+    kept, _ = await put(store, 1)
+    await store.close()
+    (file,) = tmp_path.glob("seg-*")
+    name = parse_name(file.name)
+    assert name is not None
+    copy = tmp_path / str(with_fields(name, slots=name.slots // 2))
+    copy.write_bytes(file.read_bytes()[: name.size_bytes // 2])
+    if not is_listed:
+        (tmp_path / INDEX_FILE).unlink()
+
+    store = await buffered_store(tmp_path, CAPACITY_BYTES)
+    found = [(slot, record) async for slot, record in store.recover()]
+    assert [(slot.extent, record.key.digest) for slot, record in found] == [(kept.extent, (1).to_bytes(20, "big"))]
+    assert len([*tmp_path.glob("seg-*")]) == 1
+    assert file.exists() or not is_listed
+    await store.close()
 
 
 async def _claim_once(root: Path, pool: str, node: str) -> Claim:
