@@ -54,14 +54,14 @@ class Guarded:
 
 
 _guarded: Final[dict[int, Guarded]] = {}
-"""By address."""
+"""By identity, in the order in which they came."""
 _before: Final = _Action()
 
 
 def guard(address: int, size_bytes: int) -> Guarded:
     """Survive accesses to this memory that have nothing behind them, until `unguard`."""
-    _guarded.pop(address, None)  # So that it comes last: the newest.
-    guarded = _guarded[address] = Guarded(address, size_bytes)
+    guarded = Guarded(address, size_bytes)
+    _guarded[id(guarded)] = guarded
     _install()
     return guarded
 
@@ -69,15 +69,15 @@ def guard(address: int, size_bytes: int) -> Guarded:
 def unguard(guarded: Guarded) -> None:
     """Guard no longer. To be called once the memory is unmapped: a thread may be in the middle of it until then.
 
-    What has been mapped at its address since stays guarded.
+    What has been mapped at its address since stays guarded, and so does what was guarded there before.
     """
-    if _guarded.get(guarded.address) is guarded:
-        del _guarded[guarded.address]
+    _guarded.pop(id(guarded), None)
 
 
 def lost() -> frozenset[int]:
     """Addresses of guarded memory that has zeros in its place."""
-    return frozenset(g.address for g in tuple(_guarded.values()) if g.is_lost)
+    newest = {g.address: g for g in tuple(_guarded.values())}
+    return frozenset(address for address, g in newest.items() if g.is_lost)
 
 
 @_Handler  # type: ignore[untyped-decorator]  # ctypes has no types for it.

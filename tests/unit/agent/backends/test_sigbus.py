@@ -61,7 +61,9 @@ def test_memory_that_was_let_go_is_watched_until_nobody_is_in_the_middle_of_it()
 def test_new_memory_at_an_old_address_stays_watched() -> None:
     survives("""
         old = sigbus.guard(1 << 40, PAGE)
+        old.is_lost = True
         new = sigbus.guard(1 << 40, PAGE)
+        assert sigbus.lost() == set()
         new.is_lost = True
         sigbus.unguard(old)
         assert sigbus.lost() == {1 << 40}
@@ -102,3 +104,13 @@ def test_a_bus_error_of_somebody_else_ends_the_process_as_ever() -> None:
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60.0, check=False)
     assert done.returncode == -signal.SIGBUS
+
+
+def test_memory_that_is_guarded_twice_for_a_while_stays_guarded() -> None:
+    survives("""
+        other = sigbus.guard(second.address, PAGE)
+        sigbus.unguard(other)
+        os.ftruncate(second.fd, 0)
+        assert bytes(second.view) == bytes(PAGE)
+        assert sigbus.lost() == {second.address}
+    """)
