@@ -193,14 +193,10 @@ class DaxMemory:
         """Clear an extent. Where the device has failed its units are not used again. See `DeviceMemory`."""
         self._clear(self._regions[extent])
         region, is_lost = self._forget(extent)
-        if is_lost:
-            self._bar(self._units(region))
-
-    def _bar(self, units: range) -> None:
-        """Use units no more: zeros of ours lie there now, and what is behind them is not to be touched again."""
-        with self._lock:
-            for unit in units:
-                self._is_free[unit] = False
+        if is_lost:  # Zeros of ours lie there now, and what is behind them is not to be touched again.
+            with self._lock:
+                for unit in self._units(region):
+                    self._is_free[unit] = False
 
     def _forget(self, extent: int) -> tuple[Region, bool]:
         """Forget an extent; returns where it was, and whether the device had failed there."""

@@ -203,10 +203,13 @@ class Claims:
         return lost
 
     def give_back(self, indices: Sequence[int]) -> None:
-        """Leave slices to whoever wants them; those that have another owner by now stay as they are."""
+        """Leave slices to whoever wants them; those that have another owner by now stay as they are.
+
+        So do those in which blocks still lie: they lapse, and whoever takes them then clears them first.
+        """
         lines = self.table.read()
-        for index in indices:
-            if index in self.held and self._is_ours(lines[index]):
+        for index in {*indices} & self.held - self.dirty - self.barred:
+            if self._is_ours(lines[index]):
                 self.table.write(index, _FREE_LINE)
         self.held -= {*indices}
         self.dirty -= {*indices}
@@ -312,13 +315,13 @@ class PooledMemory(DaxMemory):
     """The slices of a device that this host has claimed (`DeviceMemory`), and reading those of others."""
 
     def __init__(self, path: Path, node: str, superblock: Superblock) -> None:
-        """Map the device and make sure of its head. Raises `OSError` and `InvalidInputError`."""
+        """Map the device and make sure of its head. Raises `OSError`, `InvalidInputError` and `BackendFailedError`."""
         size_bytes, first_at = superblock.size_bytes, superblock.first_at
         super().__init__(path, size_bytes, superblock.slice_bytes, first_at=first_at, lock=_lock_of(node))
         self.superblock = superblock
         self._is_free = [False] * superblock.slices
         self._lost: set[int] = set()
-        guarded = sigbus.guard(self._address, HEAD_BYTES)
+        guarded = sigbus.guard(self._address, first_at)
         try:
             self._check_head(guarded)
         except (InvalidInputError, BackendFailedError):
@@ -349,7 +352,7 @@ class PooledMemory(DaxMemory):
         self._stop.wait(seconds)
 
     def claim(self, size_bytes: int, within_s: float) -> None:
-        """Hold slices of `size_bytes` from now on. Raises `InvalidInputError` with need and room."""
+        """Hold slices of `size_bytes` from now on. Raises `BackendFailedError`, and `InvalidInputError` with room."""
         unit_bytes = self._unit_bytes
         count = size_bytes // unit_bytes
         with self._claiming:
@@ -385,17 +388,18 @@ class PooledMemory(DaxMemory):
                 self._clear_slice(index)
             with self._lock:
                 used = {unit for region in self._regions.values() for unit in self._units(region)}
-                for index in (
-                    self.claims.held.copy() - used - self._lost - self.claims.dirty.copy() - self.claims.barred.copy()
-                ):
+                claims = self.claims
+                for index in claims.held.copy() - used - self._lost - claims.dirty.copy() - claims.barred.copy():
                     self._is_free[index] = True
 
-    def _bar(self, units: range) -> None:
-        self.claims.barred.update(units)
-        super()._bar(units)
+    def _slice(self, index: int) -> Region:
+        return Region(self._first_at + index * self._unit_bytes, self._unit_bytes)
 
     def _clear_slice(self, index: int) -> None:
-        self._clear(Region(self._first_at + index * self._unit_bytes, self._unit_bytes))
+        """Clear a slice that no extent has. Where the device has failed it is barred."""
+        region = self._slice(index)
+        with suppress(BackendFailedError), self._guard(region.offset, region.offset + region.size_bytes):
+            self._clear(region)
         self.claims.dirty.discard(index)
 
     def _beat(self) -> None:
@@ -435,7 +439,8 @@ class PooledMemory(DaxMemory):
 
     def _give_back(self, count: int) -> None:
         with self._lock:
-            idle = [i for i in sorted(self.claims.held, reverse=True) if self._is_free[i]][:count]
+            used = {unit for region in self._regions.values() for unit in self._units(region)}  # Not cleared yet.
+            idle = [i for i in sorted(self.claims.held - used, reverse=True) if self._is_free[i]][:count]
             for index in idle:
                 self._is_free[index] = False
         self.claims.give_back(idle)
@@ -446,17 +451,25 @@ class PooledMemory(DaxMemory):
             super().free(extent)
 
     def release(self, extent: int) -> None:
-        """Clear an extent, unless its slice was lost. See `DeviceMemory`."""
+        """Clear what an extent has not lost. Where the device has failed its slices are barred. See `DeviceMemory`."""
         units = self._units(self._regions[extent])
-        if self._lost.isdisjoint(units):
-            super().release(extent)
-            return
+        for unit in sorted({*units} - self._lost):
+            self._clear(self._slice(unit))
+        if self._guarded[extent].is_lost:
+            self._bar(units)  # Before nobody has them any more: a claim might take them up.
         self._forget(extent)
+        if self._lost.isdisjoint(units):
+            return
         with self._lock:
             gone = {*units} - {unit for region in self._regions.values() for unit in self._units(region)}
             self._lost -= gone  # Of what another extent has by now it is the mark.
             for unit in gone:
                 self._is_free[unit] = unit in self.claims.held and unit not in self.claims.barred
+
+    def _bar(self, units: range) -> None:
+        """Use slices no more and claim them no more; what extents have there is lost."""
+        self.claims.barred.update(units)
+        self._lose(units)
 
     def copy_in(self, extent: int, offset: int, source: memoryview) -> None:
         """Fill a part of an extent; other hosts see it on return. Raises `BackendFailedError`."""
@@ -506,21 +519,20 @@ class PooledMemory(DaxMemory):
     @contextmanager
     def _guard(self, begin: int, end: int) -> Iterator[None]:
         """Survive memory errors in what others have. Where one is met, this host sees zeros and writes no more."""
-        begin, end = begin // MAP_BYTES * MAP_BYTES, min(round_up(end, MAP_BYTES), len(self._whole))
+        begin = max(begin // MAP_BYTES * MAP_BYTES, self._first_at)  # The head has a guard of its own.
+        end = min(round_up(end, MAP_BYTES), len(self._whole))
         guarded = sigbus.guard(self._address + begin, end - begin)
         try:
             yield
         finally:
             sigbus.unguard(guarded)
         if guarded.is_lost:
-            first = max(0, begin - self._first_at) // self._unit_bytes
-            units = range(first, min(self.superblock.slices, -(-(end - self._first_at) // self._unit_bytes)))
-            self.claims.barred.update(units)
-            self._lose(units)
+            first = (begin - self._first_at) // self._unit_bytes
+            self._bar(range(first, min(self.superblock.slices, -(-(end - self._first_at) // self._unit_bytes))))
             raise BackendFailedError(f"{self._path}: memory error between bytes {begin} and {end}")
 
     def close(self) -> None:
-        """Clear what is left, give all slices back and unmap."""
+        """Clear what is left, give back what is clear and unmap."""
         self._stop.set()
         if self._beats.is_alive():
             self._beats.join()
@@ -585,8 +597,9 @@ def open_pooled(settings: CxlPooled, pool: str, node: str, capacity_bytes: int) 
     """Tier in slices of a device that other nodes of the pool reach as well. Blocking; waits for slices of dead hosts.
 
     A regular file plays the device where several agents of one machine are tried, and says "emulated". Raises
-    `InvalidInputError` for a device that cannot be opened, is too small, is another pool's or has too little free, and
-    `UnsupportedError` where cache lines cannot be flushed.
+    `InvalidInputError` for a device that cannot be opened, is too small, is another pool's or has too little free,
+    `BackendFailedError` for one with a memory error in its head, and `UnsupportedError` where cache lines cannot be
+    flushed.
     """
     path = Path(settings.path)
     try:

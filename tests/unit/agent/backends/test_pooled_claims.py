@@ -156,6 +156,25 @@ def test_a_new_process_of_the_same_node_has_its_slices_at_once() -> None:
     assert not before.held
 
 
+@pytest.mark.parametrize("is_barred", [False, True])
+def test_a_slice_in_which_blocks_still_lie_goes_to_nobody_as_a_clear_one(*, is_barred: bool) -> None:
+    world = World()
+    before = world.host("a")
+    before.claim(5, 0.0)
+    after = Claims(world.device, before.node, b"another process".ljust(16), before.clock, before.wait)
+    after.claim(SLICES, 0.0)
+    left = set(after.dirty)
+    if is_barred:  # It was not to be cleared.
+        after.barred |= left
+        after.dirty.clear()
+    after.give_back(sorted(after.held))
+    assert not after.held
+
+    other = world.host("b")
+    assert other.claim(SLICES, LAPSE_S + BEAT_S) == SLICES
+    assert other.dirty == left
+
+
 @pytest.mark.parametrize("line", [bytes(64), b"\xa5" * 64, Line(b"n" * 16, b"o" * 16, 3).packed()[:63] + b"x"])
 def test_half_a_line_is_none(line: bytes) -> None:
     assert parse_line(line) is None
