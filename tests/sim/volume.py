@@ -395,6 +395,7 @@ class MemoryFile:
 
     async def close(self) -> None:
         """See `VolumeFile`."""
+        self.volume.calls["close"] += 1
 
     def _change(self, offset: int, content: bytes) -> Change:
         first = offset // PAGE_BYTES

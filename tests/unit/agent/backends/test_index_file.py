@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sim.volume import MemoryFile, MemoryVolume
 
 from kvstrata_agent.backends.base import IDENTITY, Record, SlotRef, identity_of
-from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.index_file import INDEX_FILE, IndexFile
 from kvstrata_agent.backends.file.index_format import (
     KINDS_MAX,
     Body,
@@ -155,6 +155,22 @@ def test_a_start_after_a_close_reads_no_header_and_after_a_crash_only_those_of_t
         store, found = await _found(volume)
         assert found == set(range(41))
         assert volume.calls["read_pages"] == 1
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_the_file_of_an_index_that_is_not_believed_is_closed(*, is_read: bool) -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        await (await _filled(volume, 4)).close()
+        volume = volume.kill()
+        if not is_read:
+            volume.fail("read", errno.EIO, name=INDEX_FILE)
+
+        assert await IndexFile(volume, bytes(32), 2).load() is None  # Not the secret that it was sealed with.
+        assert INDEX_FILE not in volume.image.names
+        assert volume.calls["open"] == volume.calls["close"] == 1
 
     run_virtually(scenario())
 
