@@ -210,7 +210,7 @@ EVENTS: Final = (
     ),
     LogEvent(
         "memory stays", "warning", ("agent",), ("path", "cause"),
-        "Lasting memory of a pool that is gone could not be removed. Remove the file by hand.",
+        "Lasting memory of a pool or a tier that is gone could not be removed. Remove the file by hand.",
     ),
     LogEvent(
         "model failed", "error", ("agent",), ("model",),

@@ -126,6 +126,22 @@ async def test_nothing_is_said_of_a_drain_that_was_not_followed(tmp_path: Path, 
         await running.follow()
 
 
+async def test_memory_of_a_removed_tier_that_stays_is_logged_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = Running(tmp_path)
+    place = tmp_path / "memory" / "p" / "gone" / "n" / "memory-place"
+    place.mkdir(parents=True)  # Not the file that it should be: nobody can read where that memory is.
+
+    await running.follow()
+
+    (line,) = (r.__dict__ for r in caplog.records if r.msg == "memory stays")
+    assert (line["path"], line["cause"]) == (str(place), "Is a directory")
+    status = await running.report()
+    assert status is not None
+    assert status.observed_generation == 1
+
+
 async def test_of_an_object_that_is_new_under_its_name_nothing_is_said_before_it_was_followed(tmp_path: Path) -> None:
     running = Running(tmp_path)
     running.desired.pool_node = pool_node(5)
