@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_agent.backends.device.devdax import DRIVER, DaxMemory, open_devdax
+from kvstrata_agent.backends.device.devdax import DRIVER, MAP_BYTES, DaxMemory, open_devdax
 from kvstrata_agent.backends.device.device_tier import DeviceTier
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import DaxDevice
 from support.backends import contract as backend_contract
-from support.backends.contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, BackendContract, get, put
+from support.backends.contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, BackendContract, get, put
 
 pytestmark = pytest.mark.contract
 
@@ -70,6 +70,23 @@ async def test_a_memory_error_loses_its_extent_and_nothing_else(tmp_path: Path) 
         assert slot.extent != last[0].extent
         assert await get(backend, slot, made) == backend_contract.content(99)
         backend.drop(slot)
+    await backend.close()
+
+
+async def test_extents_of_a_large_device_are_whole_pages_of_it(tmp_path: Path) -> None:
+    """Of a page of 2 MiB the kernel lets nothing take the place of a part, as zeros do after a memory error."""
+    path, size_bytes = tmp_path / "dax0.0", 200 * MIB
+    path.touch()
+    os.truncate(path, size_bytes)
+    backend = open_devdax(size_bytes, [DaxDevice("dax0.0", size_bytes, 1, DRIVER)], tmp_path)
+    assert isinstance(backend, DeviceTier)
+    assert isinstance(backend.memory, DaxMemory)
+
+    for scope in (ANNA, BOB):
+        backend.reserve(scope, BLOCK_BYTES)
+    regions = backend.memory._regions.values()
+    assert len(regions) == 2
+    assert all(region.offset % MAP_BYTES == region.size_bytes % MAP_BYTES == 0 for region in regions)
     await backend.close()
 
 

@@ -72,7 +72,9 @@ def open_devdax(capacity_bytes: int, devices: Sequence[DaxDevice], dev: Path = _
 
 
 def _opened(path: Path, size_bytes: int, capacity_bytes: int) -> DaxTier:
-    unit_bytes = max(_ALIGNMENT_BYTES, capacity_bytes // _PARTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
+    part_bytes = capacity_bytes // _PARTS
+    page_bytes = MAP_BYTES if part_bytes >= MAP_BYTES else _ALIGNMENT_BYTES  # Zeros take the place of whole pages only.
+    unit_bytes = max(page_bytes, part_bytes // page_bytes * page_bytes)
     memory = DaxMemory(path, size_bytes // MAP_BYTES * MAP_BYTES, unit_bytes)
     can = Capabilities(
         medium="cxl-devdax",
