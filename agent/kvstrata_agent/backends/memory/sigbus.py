@@ -16,6 +16,7 @@ _SA_SIGINFO: Final = 4
 _SA_ONSTACK: Final = 0x08000000
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _FLAGS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,9 +92,12 @@ def _on_bus_error(number: int, details: "ctypes._Pointer[_Details]", _context: i
     for guarded in reversed(tuple(_guarded.values())):
         if guarded.address <= address < guarded.address + guarded.size_bytes:
             guarded.is_lost = True
-            _libc.mmap(guarded.address, guarded.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, -1, 0)
-            return
-    _libc.sigaction(number, ctypes.byref(_before), None)  # Not ours: it comes again, for whoever was here before.
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            if _libc.mmap(guarded.address, guarded.size_bytes, access, _FLAGS, -1, 0) != _MAP_FAILED:
+                return
+            break
+    # Not ours, or nothing can take its place: it comes again, for whoever was here before.
+    _libc.sigaction(number, ctypes.byref(_before), None)
 
 
 @cache

@@ -31,6 +31,10 @@ def survives(story: str) -> None:
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
 
 
+def ended(code: str) -> int:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60.0, check=False).returncode
+
+
 def test_zeros_take_the_place_of_what_was_cut_off_and_nothing_else_changes() -> None:
     survives("""
         first.view[:PAGE] = second.view[:] = b"x" * PAGE
@@ -102,8 +106,17 @@ def test_a_bus_error_of_somebody_else_ends_the_process_as_ever() -> None:
         os.ftruncate(fd, 0)
         other[0]
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60.0, check=False)
-    assert done.returncode == -signal.SIGBUS
+    assert ended(code) == -signal.SIGBUS
+
+
+def test_memory_that_zeros_cannot_take_the_place_of_ends_the_process_and_does_not_stop_it() -> None:
+    code = textwrap.dedent(_BEFORE) + textwrap.dedent("""
+        first.let_go()
+        sigbus.guard(second.address - 1, PAGE + 1)  # As a part of a page of a dax device.
+        os.ftruncate(second.fd, 0)
+        second.view[0]
+    """)
+    assert ended(code) == -signal.SIGBUS
 
 
 def test_memory_that_is_guarded_twice_for_a_while_stays_guarded() -> None:
