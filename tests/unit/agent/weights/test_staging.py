@@ -42,6 +42,12 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
+def replace(path: Path, data: bytes, new: Path) -> None:
+    """Change a file at once: who reads it at this moment finds it whole, and who looks finds another one."""
+    new.write_bytes(data)
+    new.replace(path)
+
+
 def content(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
@@ -197,7 +203,7 @@ async def test_a_source_that_changes_meanwhile_is_not_staged(folder: ModelFolder
     source = Counted(root)
 
     def change(path: str, start: int, piece: memoryview) -> None:
-        (root / "a.bin").write_bytes(A[::-1])
+        replace(root / "a.bin", A[::-1], tmp_path / "new")
 
     source.damage = change
     with pytest.raises(RetryableError, match="changed"):
@@ -214,7 +220,7 @@ async def test_a_file_and_a_folder_may_change_places_between_two_tries(
     broken = Counted(first)
 
     def change(_path: str, _start: int, _piece: memoryview) -> None:
-        (first / before).write_bytes(A[::-1])
+        replace(first / before, A[::-1], tmp_path / "new")
 
     broken.damage = change
     with pytest.raises(RetryableError, match="changed"):
