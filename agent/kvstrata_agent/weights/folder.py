@@ -94,6 +94,8 @@ class ModelFolder:
         self._lock = directories.lock(self.root, "another agent process holds it; give each node its own")
         self.revisions: dict[tuple[str, str], Revision] = {}
         self._readers: Counter[tuple[str, str]] = Counter()
+        self._misnamed: set[tuple[str, str]] = set()
+        """Files on their way that have a revision's name, because they could not be renamed back."""
         self._removed = 0
 
     @staticmethod
@@ -131,14 +133,16 @@ class ModelFolder:
 
     def staging(self, model: str, revision: str) -> Path:
         """Folder for files on their way; made when it is not there."""
-        path = self.root / model / f".{revision}.staging"
+        self._rename_back(model, revision)
+        path = self._staging_path(model, revision)
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         return path
 
     def stagings(self) -> list[tuple[str, str]]:
         """Model and revision of all that have files on their way, or had when an agent ended."""
         found = self.root.glob("*/.*.staging")
-        return [(p.parent.name, p.name.removeprefix(".").removesuffix(".staging")) for p in found]
+        named = [(p.parent.name, p.name.removeprefix(".").removesuffix(".staging")) for p in found]
+        return [*named, *self._misnamed]
 
     def known(self, model: str, revision: str) -> Known:
         """What is known of files on their way; nothing where that cannot be read."""
@@ -168,15 +172,24 @@ class ModelFolder:
             directories.sync(self.root)
             self._draft_path(model, revision).unlink(missing_ok=True)
         except OSError:
-            path.rename(staging)  # The next try goes on with what is there, and needs the name.
+            self._misnamed.add((model, revision))
+            with suppress(OSError):  # The next try does it then.
+                self._rename_back(model, revision)
             raise
         made = self.revisions[model, revision] = Revision(model, revision, path, listing, listing.digest)
         return made
 
+    def _rename_back(self, model: str, revision: str) -> None:
+        """Take the name from what is no revision: the next try goes on with what is there, and needs the name."""
+        if (model, revision) in self._misnamed:
+            (self.root / model / revision).rename(self._staging_path(model, revision))
+            self._misnamed.discard((model, revision))
+
     def drop_staging(self, model: str, revision: str) -> None:
         """Remove files on their way, and what is known of them."""
+        self._rename_back(model, revision)
         self._draft_path(model, revision).unlink(missing_ok=True)
-        self._clear(self.root / model / f".{revision}.staging")
+        self._clear(self._staging_path(model, revision))
         self._drop_empty(model)
 
     def is_in_use(self, model: str, revision: str) -> bool | None:
@@ -213,8 +226,14 @@ class ModelFolder:
                 if not leases.enter_context(_leased(path)):
                     return False
             del self.revisions[model, revision]
-            self._listing_path(model, revision).unlink(missing_ok=True)
-            gone = self._set_aside(held.path)
+            try:
+                self._listing_path(model, revision).unlink(missing_ok=True)
+                gone = self._set_aside(held.path)
+            except OSError:
+                with suppress(OSError):  # Where it has its name yet, a later try removes it.
+                    held.path.lstat()
+                    self.revisions[model, revision] = held
+                raise
         shutil.rmtree(gone)
         self._drop_empty(model)
         return True
@@ -250,7 +269,7 @@ class ModelFolder:
     def staging_bytes(self, model: str, revision: str) -> int:
         """Bytes that files on their way take; those that another revision has too are counted there."""
         taken = 0
-        for folder, _, names in os.walk(self.root / model / f".{revision}.staging"):
+        for folder, _, names in os.walk(self._staging_path(model, revision)):
             for name in names:
                 with suppress(FileNotFoundError):  # It has gone meanwhile.
                     status = os.lstat(Path(folder, name))
@@ -288,6 +307,9 @@ class ModelFolder:
     def _listing_path(self, model: str, revision: str) -> Path:
         return self.root / model / f".{revision}.listing"
 
+    def _staging_path(self, model: str, revision: str) -> Path:
+        return self.root / model / f".{revision}.staging"
+
     def _draft_path(self, model: str, revision: str) -> Path:
         return self.root / model / f".{revision}.draft"
 
@@ -309,13 +331,13 @@ class ModelFolder:
 
 def _different(paths: Sequence[Path]) -> list[Path]:
     """One path for each file: who opens a file a second time breaks the own lease, and waits for itself."""
-    found: dict[tuple[int, int], Path] = {}
+    found: dict[object, Path] = {}
     for path in paths:
+        file: object = path  # One that cannot be looked at counts for itself.
         with suppress(OSError):
-            status = path.lstat()
-            found.setdefault((status.st_dev, status.st_ino), path)
-            continue
-        return [path]  # It is not as it was left, and cannot be leased.
+            status = os.lstat(path)
+            file = status.st_dev, status.st_ino
+        found.setdefault(file, path)
     return list(found.values())
 
 

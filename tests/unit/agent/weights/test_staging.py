@@ -386,6 +386,39 @@ async def test_a_revision_that_has_a_file_under_two_names_can_be_removed(folder:
     other.close()
 
 
+async def test_a_file_that_cannot_be_looked_at_leaves_the_others_leased(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await staging(folder, Counted(write(tmp_path / "source", {"a.bin": A, "b.bin": B}))).run()
+    lstat = os.lstat
+
+    def failing(path: Path, *, dir_fd: int | None = None) -> os.stat_result:
+        if dir_fd is None and path.name == "b.bin":
+            raise OSError(5, "broken", str(path))
+        return lstat(path, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patched, (folder.root / "m/r1/a.bin").open("rb"):
+        patched.setattr(os, "lstat", failing)
+        assert not folder.remove("m", "r1")
+    assert content(folder.root / "m" / "r1") == {"a.bin": A, "b.bin": B}
+
+
+async def test_a_removal_that_fails_before_the_name_has_gone_is_tried_again(
+    folder: ModelFolder, tmp_path: Path
+) -> None:
+    await staging(folder, Counted(write(tmp_path / "source", {"a.bin": A}))).run()
+    listing = folder.root / "m" / ".r1.listing"
+    listing.unlink()
+    listing.mkdir()
+    with pytest.raises(IsADirectoryError):
+        folder.remove("m", "r1")
+    assert list(folder.revisions) == [("m", "r1")]
+    listing.rmdir()
+
+    assert folder.remove("m", "r1")
+    assert list(folder.root.iterdir()) == []
+
+
 async def test_a_digest_that_is_known_only_while_files_come_counts(folder: ModelFolder, tmp_path: Path) -> None:
     source = Counted(write(tmp_path / "source", FILES))
     coming = staging(folder, source)
@@ -444,6 +477,7 @@ async def test_a_sync_that_fails_leaves_a_revision_that_the_next_try_finishes(
         patched.setattr(directories, "sync", failing)
         await staging(folder, source).run()
     if ("m", "r1") not in folder.revisions:
+        assert not (folder.root / "m" / "r1").exists()
         await staging(folder, source).run()
 
     assert content(folder.root / "m" / "r1") == {"sub/a.bin": A}
@@ -453,6 +487,40 @@ async def test_a_sync_that_fails_leaves_a_revision_that_the_next_try_finishes(
     again.scan()
     assert list(again.revisions) == [("m", "r1")]
     assert again.stagings() == []
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+async def test_a_name_that_cannot_be_taken_back_after_a_failed_sync_is_taken_back_later(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_wanted: bool
+) -> None:
+    source = Counted(write(tmp_path / "source", {"a.bin": A}))
+    path, rename = folder.root / "m" / "r1", Path.rename
+
+    def rename_to(self: Path, target: Path) -> Path:
+        if self == path:
+            raise OSError(30, "read-only", str(self))
+        return rename(self, target)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "broken", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename_to)
+        patched.setattr(os, "utime", fail)
+        with pytest.raises(OSError, match="broken"):
+            await staging(folder, source).run()
+    assert path.exists()
+    assert not folder.revisions
+    assert folder.stagings() == [("m", "r1")]
+
+    if is_wanted:
+        await staging(folder, source).run()
+        assert content(path) == {"a.bin": A}
+        assert source.read_bytes == len(A), "what had come is used"
+    else:
+        folder.drop_staging("m", "r1")
+        assert not path.exists()
+    assert folder.stagings() == []
 
 
 async def test_what_only_the_agent_may_read_is_no_source(tmp_path: Path) -> None:
