@@ -1,11 +1,12 @@
 """What a staging brings, from where, and what a failure leaves."""
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,8 @@ import pytest
 from kvstrata_agent.fleet.peers.client import PeerHolding, WeightsPlace
 from kvstrata_agent.weights import staging as module
 from kvstrata_agent.weights.__main__ import main as command
-from kvstrata_agent.weights.folder import Known, ModelFolder
-from kvstrata_agent.weights.listing import LISTING_FILE, Listing, decode, listing_of
+from kvstrata_agent.weights.folder import Known, ModelFolder, Revision
+from kvstrata_agent.weights.listing import LISTING_FILE, Listing, ModelFile, decode, listing_of
 from kvstrata_agent.weights.source import FolderSource, SourceFile
 from kvstrata_agent.weights.staging import Origin, Staging, Wanted
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, InvalidInputError, RetryableError
@@ -417,6 +418,57 @@ async def test_a_removal_that_fails_before_the_name_has_gone_is_tried_again(
 
     assert folder.remove("m", "r1")
     assert list(folder.root.iterdir()) == []
+
+
+@dataclasses.dataclass
+class Watched:
+    """Files of a revision; something happens when somebody looks at them, as in another thread."""
+
+    files: tuple[ModelFile, ...]
+    act: Callable[[], object]
+
+    def __iter__(self) -> Iterator[ModelFile]:
+        self.act()
+        return iter(self.files)
+
+
+async def test_a_revision_may_go_while_somebody_looks_for_chunks_and_files(folder: ModelFolder, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a.bin": A})
+    for revision in ("r1", "r2"):
+        await staging(folder, Counted(source), revision).run()
+    first, second = (folder.revisions["m", revision] for revision in ("r1", "r2"))
+    files = Watched(first.listing.files, lambda: folder.revisions.pop(("m", "r2"), None))
+    folder.revisions["m", "r1"] = dataclasses.replace(first, listing=Listing(files))  # type: ignore[arg-type]
+
+    for look in (folder.files, folder.chunks):
+        folder.revisions["m", "r2"] = second
+        assert look(("m", "r3")), "what is there is found"
+        assert list(folder.revisions) == [("m", "r1")]
+
+
+async def test_a_revision_may_go_while_chunks_of_others_are_copied(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for revision, more in (("r1", b"1"), ("r2", b"2")):
+        root = write(tmp_path / revision, {"a.safetensors": safetensors(a=A, b=B, more=more)})
+        await staging(folder, Counted(root), revision).run()
+    (tmp_path / "other").mkdir()
+    other = ModelFolder(tmp_path / "other")
+    root = write(tmp_path / "r3", {"a.safetensors": safetensors(a=A, b=B, more=b"3")})
+    (root / LISTING_FILE).write_bytes((await staging(other, Counted(root), "l").run()).encode())
+    other.close()
+    reading = folder.reading
+
+    def reading_late(model: str, revision: str) -> AbstractContextManager[Revision | None]:
+        folder.revisions.pop(("m", "r2"), None)
+        return reading(model, revision)
+
+    monkeypatch.setattr(folder, "reading", reading_late)
+    coming = staging(folder, Counted(root), "r3")
+    await coming.run()
+
+    assert coming.progress.by_origin[Origin.SHARED] > 0
+    assert list(folder.revisions) == [("m", "r1"), ("m", "r3")]
 
 
 async def test_a_digest_that_is_known_only_while_files_come_counts(folder: ModelFolder, tmp_path: Path) -> None:
