@@ -141,6 +141,8 @@ class Models:
         self._gate = asyncio.Semaphore(STAGINGS_MAX)
         self._room = asyncio.Lock()
         """One decision on the room of tiers at a time."""
+        self._settling = asyncio.Lock()
+        """Who counted first sets aside first."""
 
     async def follow(
         self, wanted: Iterable[ModelOrder], stored: Iterable[ModelReport] = (), refused: Iterable[ModelReport] = ()
@@ -379,7 +381,7 @@ class Models:
             for victim in room.leaves:
                 await self._evict(name, victim, Cause.ROOM_FOR_MODEL)
             run.reserved_bytes = size_bytes
-        await self._settle()
+        await self._settle(name)
         while tier.shrinking & tier.closing:
             run.report = run.report.model_copy(update={"state": "Staging", "reason": "WaitingForRoom"})
             await asyncio.sleep(ROOM_POLL_INTERVAL_S)
@@ -388,15 +390,24 @@ class Models:
     def _reserved(self, tier: str) -> int:
         return sum(run.reserved_bytes for run in self._runs.values() if run.order.tier == tier)
 
-    async def _settle(self) -> None:
-        """Set aside from KV what models have, and are to have."""
-        for name, folder in tuple(self._folders.items()):
-            try:
-                sizes = await in_thread(None, folder.sizes)
-            except OSError as e:  # What was set aside stays so.
-                _log.warning("weights not counted", extra={"tier": name, "cause": str(e)})
-                continue
-            await self._provisioner.set_aside(name, sum(sizes.values()) + self._reserved(name))
+    async def _settle(self, needed: str = "") -> None:
+        """Set aside from KV what models have, and are to have. Raises `OSError` for the tier `needed` alone."""
+        async with self._settling:
+            for name, folder in tuple(self._folders.items()):
+                try:
+                    size_bytes = await self._taken(name, folder)
+                except OSError as e:  # What was set aside stays so.
+                    if name == needed:
+                        raise
+                    _log.warning("weights not counted", extra={"tier": name, "cause": str(e)})
+                    continue
+                if self._folders.get(name) is folder:  # It may have gone meanwhile.
+                    await self._provisioner.set_aside(name, size_bytes)
+
+    async def _taken(self, name: str, folder: ModelFolder) -> int:
+        """Bytes of revisions and of what is on its way; what becomes a revision meanwhile counts once."""
+        reserved = {run.key: run.reserved_bytes for run in self._runs.values() if run.order.tier == name}
+        return sum((reserved | await in_thread(None, folder.sizes)).values())
 
     async def _residents(self, tier: str) -> list[Resident]:
         """The revisions of a tier as they are now."""
