@@ -175,11 +175,12 @@ class Models:
         before, run.order = run.order.digest, order
         if order.digest == before or order.digest is None:
             return
-        if run.staging is not None:
+        if run.report.state == "Staged":
+            if run.report.digest != order.digest and run.task is not None:
+                await cancel([run.task])
+                self._begin(order, None)
+        elif run.staging is not None:
             run.staging.wanted = replace(run.staging.wanted, digest=order.digest)
-        elif run.report.state == "Staged" and run.report.digest != order.digest and run.task is not None:
-            await cancel([run.task])
-            self._begin(order, None)
 
     def _begin(self, order: ModelOrder, stored: ModelReport | None) -> None:
         fields = {"name": order.name, "uid": order.uid, "generation": order.generation, "revision": order.revision}
@@ -318,7 +319,7 @@ class Models:
                 )
             held = None
         if held is None:
-            wanted = Wanted(order.name, order.revision, order.digest or "")
+            wanted = Wanted(order.name, order.revision, run.order.digest or "")
             run.staging = staging = Staging(
                 wanted,
                 folder,
@@ -330,7 +331,9 @@ class Models:
             )
             async with self._gate:
                 listing = await staging.run()
-            held = folder.revisions[run.key]
+            held, digest = folder.revisions[run.key], run.order.digest
+            if digest not in (None, held.digest):  # It is known since the files have their name.
+                raise BlockCorruptError(f"the files have the digest {held.digest}, {digest} is wanted")
             _log.info("model staged", extra={"model": order.name, "path": str(held.path), "bytes": listing.size_bytes})
         run.report = self._whole(_progress(run), held)
         run.reserved_bytes = 0
@@ -552,7 +555,7 @@ def _is_other(order: ModelOrder, wanted: ModelOrder) -> bool:
 
 def _progress(run: _Run) -> ModelReport:
     """A report with the counts of what is under way."""
-    if run.staging is None:
+    if run.staging is None or run.report.state == "Staged":
         return run.report
     progress = run.staging.progress
     counts = {

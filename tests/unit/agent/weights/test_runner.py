@@ -305,3 +305,69 @@ async def test_a_revision_may_go_while_reports_are_made(at: Setup) -> None:
 
     assert "m" in [r.name for r in at.models.reports()]
     assert list(revisions) == [("m", "r1")]
+
+
+async def test_a_digest_that_is_known_once_the_files_have_their_name_counts(
+    at: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, closed = FolderSource.close, 0
+
+    async def close_late(self: FolderSource) -> None:
+        nonlocal closed
+        closed += 1
+        if closed == 1:
+            assert (at.folder() / "r1").exists()
+            await at.models.follow([at.order(digest=OTHER)])
+        await close(self)
+
+    monkeypatch.setattr(FolderSource, "close", close_late)
+    await at.models.follow([at.order()])
+    await at.until(lambda: at.report().state in ("Staged", "Failed"))
+
+    assert (at.report().state, at.report().reason) == ("Failed", "DigestMismatch")
+    await at.until(lambda: closed > 1)
+    assert not (at.folder() / "r1").exists()
+
+
+async def test_a_digest_that_is_known_while_room_is_settled_counts(at: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, is_staged, may_go_on = at.models._settle, asyncio.Event(), asyncio.Event()
+
+    async def settle_late(needed: str = "") -> None:
+        if at.report().state == "Staged":
+            is_staged.set()
+            await may_go_on.wait()
+        await settle(needed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(at.models, "_settle", settle_late)
+        await at.models.follow([at.order()])
+        await is_staged.wait()
+    assert at.report().digest.startswith("sha256:")
+    await at.models.follow([at.order(digest=OTHER)])
+    may_go_on.set()
+
+    assert at.report().state != "Staged"
+    await at.until(lambda: at.report().reason == "DigestMismatch")
+    assert not (at.folder() / "r1").exists()
+
+
+async def test_a_digest_that_is_known_while_other_files_are_removed_counts(
+    at: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await at.staged(at.order())
+    digest = at.report().digest
+    remove, is_begun, may_go_on = ModelFolder.remove, threading.Event(), threading.Event()
+
+    def slow(folder: ModelFolder, model: str, revision: str) -> bool:
+        is_begun.set()
+        assert may_go_on.wait(30)
+        return remove(folder, model, revision)
+
+    monkeypatch.setattr(ModelFolder, "remove", slow)
+    await at.models.follow([at.order(digest=OTHER)])
+    assert await asyncio.to_thread(is_begun.wait, 30)
+    await at.models.follow([at.order(digest=digest)])
+    may_go_on.set()
+    await at.until(lambda: at.report().state in ("Staged", "Failed"))
+
+    assert at.report().state == "Staged"
