@@ -155,14 +155,15 @@ class AwaitedKeys:
             )
         if scope is None:
             if now_s - self._unknown_since_s.setdefault((tier, tag), now_s) >= LOST_AFTER_S:
+                await backend.forget_waiting(tag)
                 del self._unknown_since_s[tier, tag]
                 self._reported.discard((tier, tag))
-                await backend.forget_waiting(tag)
                 _log.info("sealed blocks of an erased scope removed", extra={"tier": tier.name})
             return
         self._unknown_since_s.pop((tier, tag), None)
         if self._keys.data_key(scope) is not None:
-            self._reported.discard((tier, tag))
             count = await enter(self._node, tier, backend.recover_waiting(tag))
             tier.recovered_blocks += count
-            _log.info("sealed blocks found their key", extra={"tier": tier.name, "blocks": count})
+            if tag not in backend.waiting:
+                self._reported.discard((tier, tag))
+                _log.info("sealed blocks found their key", extra={"tier": tier.name, "blocks": count})

@@ -243,7 +243,10 @@ class Recovery:
         unwanted: list[Found] = []
         scan, names = Scan(self.io.volume, self.form, None), await self.io.volume.names()
         for waiting in self._of(tag):
-            found = await scan.scan(waiting.name, names.get(str(waiting.name), 0))
+            if str(waiting.name) not in names:  # A try that failed later has removed it, maybe not durably.
+                unwanted.append(waiting)
+                continue
+            found = await scan.scan(waiting.name, names[str(waiting.name)])
             self._end_waiting(waiting)
             if self._take(found, unwanted):
                 yield found

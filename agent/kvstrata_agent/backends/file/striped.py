@@ -379,17 +379,32 @@ class StripedStore(OptionalCapabilities):
         return frozenset().union(*(store.waiting for store in self._stores()))
 
     async def recover_waiting(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
-        """Blocks that waited for a key, device by device. See `SealingBackend`."""
+        """Blocks that waited for a key, device by device. See `SealingBackend`.
+
+        One that fails is heard of at the end: it keeps nobody from the blocks of others.
+        """
+        failed: BackendFailedError | None = None
         for part in self._parts:
             if part.store is not None and tag in part.store.waiting:
-                async for slot, record in part.store.recover_waiting(tag):
-                    yield part.outside(slot), record
+                try:
+                    async for slot, record in part.store.recover_waiting(tag):
+                        yield part.outside(slot), record
+                except BackendFailedError as e:
+                    failed = e
+        if failed is not None:
+            raise failed
 
     async def forget_waiting(self, tag: bytes) -> None:
-        """Remove what waits for a key from all devices. See `SealingBackend`."""
-        for store in self._stores():
+        """Remove what waits for a key from all devices, as far as they do it. See `SealingBackend`."""
+        failed: BackendFailedError | None = None
+        for store in tuple(self._stores()):
             if tag in store.waiting:
-                await store.forget_waiting(tag)
+                try:
+                    await store.forget_waiting(tag)
+                except BackendFailedError as e:
+                    failed = e
+        if failed is not None:
+            raise failed
 
     async def close(self) -> None:
         """Close all devices; one that cannot be closed keeps none of the others. Idempotent."""

@@ -1,15 +1,18 @@
 """Laws of sealed blocks whose key is away when their tier comes up, in every kind of store at rest."""
 
 import errno
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import KeyAwayError, Record, SealingBackend, SlotRef
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
-from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.striped import StripedStore, open_striped
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S
@@ -294,3 +297,93 @@ async def test_a_tier_that_fails_keeps_the_keys_of_others_from_nobody(medium: Me
     assert stores[0].waiting == frozenset()
     for store in stores:
         await store.close()
+
+
+async def test_a_wait_that_the_medium_makes_longer_is_logged_once(
+    medium: Medium, away: Away, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = KeyRing(ANNA, BOB)
+    await filled(medium, keys)
+    kept = keys.shred(ANNA)
+    store = await medium.open(keys)
+    node = make_node([], Clock())
+    spec = NodeTier.model_validate({"name": "t", "type": "NVMe", "capacityBytes": 1})
+    node.tiers.append(Tier(spec, 0, store, 1))
+    await found(store.recover())
+    keys.known[ANNA] = kept
+    caplog.set_level(logging.INFO)
+
+    latecomers = AwaitedKeys(node, keys)
+    for _ in range(3):
+        away.fail("open")
+        await latecomers.poll()
+    assert store.waiting == {kept.tag}
+    assert [r.getMessage() for r in caplog.records].count("sealed blocks wait for their key") == 1
+    assert "sealed blocks found their key" not in caplog.text
+    away.come_back()
+    await latecomers.poll()
+    assert store.waiting == frozenset()
+    assert "sealed blocks found their key" in caplog.text
+    await store.close()
+
+
+@pytest.mark.parametrize("medium", ["with index", "without index"], indirect=True)
+async def test_segments_that_were_removed_before_a_failure_keep_no_others_waiting(medium: Medium, away: Away) -> None:
+    keys = KeyRing(ANNA, BOB)
+    store = await medium.open(keys)
+    for n in range(40):  # Several segments.
+        await put(store, n)
+    await store.close()
+    kept = keys.shred(ANNA)
+    store = await medium.open(keys)
+    await found(store.recover())
+
+    away.fail("unlink", skip=1)
+    with pytest.raises(BackendFailedError):
+        await store.forget_waiting(kept.tag)
+    keys.known[ANNA] = kept
+
+    assert len(await found(store.recover_waiting(kept.tag))) > 0
+    assert store.waiting == frozenset()
+    await store.close()
+
+
+class Devices:
+    """A tier over two devices in memory."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+        self.volumes = [MemoryVolume(), MemoryVolume()]
+
+    async def _open(self, number: int, part_bytes: int) -> RecordStore:
+        self.volumes[number] = self.volumes[number].kill()
+        return await open_store(self.volumes[number], part_bytes, keys=self._keys)
+
+    async def open(self) -> StripedStore:
+        return await open_striped({f"/{n}": partial(self._open, n) for n in range(2)}, 2 * CAPACITY_BYTES)
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+async def test_a_device_that_fails_keeps_the_keys_of_others_from_nobody(is_erased: bool) -> None:  # noqa: FBT001
+    keys = KeyRing(ANNA)
+    devices = Devices(keys)
+    tier = await devices.open()
+    for n in range(20):
+        await put(tier, n)
+    await tier.close()
+    kept = keys.shred(ANNA)
+    tier = await devices.open()
+    assert await found(tier.recover()) == {}
+
+    first, second = (part.store for part in tier._parts)
+    fault = devices.volumes[0].fail("unlink" if is_erased else "open", errno.EMFILE, times=-1)
+    keys.known |= {} if is_erased else {ANNA: kept}
+    with pytest.raises(BackendFailedError):
+        await (tier.forget_waiting(kept.tag) if is_erased else found(tier.recover_waiting(kept.tag)))
+
+    assert first is not None
+    assert first.waiting == {kept.tag}
+    assert second is not None
+    assert second.waiting == frozenset()
+    fault.times = 0
+    await tier.close()
