@@ -145,9 +145,10 @@ def test_settings_of_the_http_client_are_taken_as_such(url: str, prefix: str, na
     assert ObjectClient(url, {named: value, **account}).scheme in url
 
 
-def test_a_setting_that_is_of_no_use_is_refused_without_its_value() -> None:
+@pytest.mark.parametrize("value", ["p4ssw0rd", "p4ssw0rd\n", "p4ssw0rd" * 50], ids=["plain", "with a newline", "long"])
+def test_a_setting_that_is_of_no_use_is_refused_without_its_value(value: str) -> None:
     with pytest.raises(InvalidInputError, match="boolean") as refused:
-        ObjectClient("s3://b/p", {"aws_allow_http": "p4ssw0rd"})
+        ObjectClient("s3://b/p", {"aws_allow_http": value})
     assert "p4ssw0rd" not in str(refused.value)
 
 

@@ -395,7 +395,7 @@ def _open(url: str, credentials: Mapping[str, str], *, retries_max: int) -> Any:
             retry_config={"max_retries": retries_max, "retry_timeout": timedelta(seconds=_RETRY_BUDGET_S)},
         )
     except (BaseError, OSError, ValueError) as e:
-        raise InvalidInputError(f"object.url {url}: {_without(credentials, _first_line(e))}") from e
+        raise InvalidInputError(f"object.url {url}: {_first_line(_without(credentials, str(e)))}") from e
     except BaseException as e:
         if type(e).__module__ != _PANIC_MODULE:
             raise
@@ -423,6 +423,6 @@ def _without(settings: Mapping[str, str], message: str) -> str:
     return message
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: Exception | str) -> str:
     """Without the debug dump that obstore appends."""
     return str(error).strip().split("\n", 1)[0][:300]
