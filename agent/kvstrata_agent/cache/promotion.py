@@ -95,14 +95,12 @@ class Promoter:
     async def wait_together(self, entries: Sequence[Entry], tenant: str) -> None:
         """Wait for the move that all of these blocks share; its readers' priority is theirs while they wait."""
         moves = {e.move for e in entries if e.move is not None}
-        for entry in entries:
-            self._mover.scheduler.wait_for(entry, tenant)
+        self._mover.scheduler.wait_for_all(entries, tenant)
         try:
             if moves:
                 await asyncio.wait(moves)
         finally:
-            for entry in entries:
-                self._mover.scheduler.end_wait(entry)
+            self._mover.scheduler.end_wait_all(entries)
 
     def promoted(self, entry: Entry) -> Residence | None:
         """Return the copy in the entry tier, or None."""

@@ -10,7 +10,7 @@ from kvstrata_agent.movement.path import Path, Paths, Priority, QueuedMove, Traf
 from kvstrata_api.errors import InvalidInputError, RetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
@@ -135,12 +135,18 @@ class MoveScheduler:
 
         A group that several wait for goes as the most urgent of those loads.
         """
-        readers = self._readers.setdefault(entry, _Readers(tenant))
-        is_other = not readers.count or readers.tenant != tenant
-        readers.tenant = tenant
-        readers.count += 1
-        if is_other:
-            self._rerank(entry)
+        self.wait_for_all((entry,), tenant)
+
+    def wait_for_all(self, entries: Iterable[Entry], tenant: str) -> None:
+        """The same for several blocks; a group of them is ranked once."""
+        others = []
+        for entry in entries:
+            readers = self._readers.setdefault(entry, _Readers(tenant))
+            if not readers.count or readers.tenant != tenant:
+                others.append(entry)
+            readers.tenant = tenant
+            readers.count += 1
+        self._rerank(others)
 
     def is_waited_for(self, entry: Entry) -> bool:
         """True while a reader waits for a block."""
@@ -148,14 +154,21 @@ class MoveScheduler:
 
     def end_wait(self, entry: Entry) -> None:
         """A reader has its block or has given up; after the last one the move goes as it was begun, behind its like."""
-        readers = self._readers[entry]
-        readers.count -= 1
-        if not readers.count:
-            del self._readers[entry]
-            self._rerank(entry)
+        self.end_wait_all((entry,))
 
-    def _rerank(self, entry: Entry) -> None:
-        if group := self._waiting.get(entry):
+    def end_wait_all(self, entries: Iterable[Entry]) -> None:
+        """The same for several blocks."""
+        left = []
+        for entry in entries:
+            readers = self._readers[entry]
+            readers.count -= 1
+            if not readers.count:
+                del self._readers[entry]
+                left.append(entry)
+        self._rerank(left)
+
+    def _rerank(self, entries: Iterable[Entry]) -> None:
+        for group in dict.fromkeys(self._waiting[entry] for entry in entries if entry in self._waiting):
             group.limiter.boost(group.move, *self._rank(group.entries, group.priority, group.move.account))
 
     def _rank(

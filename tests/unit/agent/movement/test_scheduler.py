@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.movement.path import (
     BYTES_AT_ONCE,
     HALF_LIFE_S,
@@ -414,6 +415,34 @@ async def test_a_reader_that_goes_leaves_the_move_of_a_group_to_those_who_still_
         scheduler.end_wait(entries[1])
         assert goes_as() == begun_as
     await moving
+
+
+async def test_readers_of_a_whole_group_have_it_ranked_once() -> None:
+    node = make_node([dram_tier(BLOCK_BYTES)], Clock())
+    entries = [node.index.begin(SCOPE, digest(n), b"", LAYOUT_ID, 0.0) for n in range(64)]
+    scheduler = MoveScheduler(node)
+    limiter = scheduler.paths.between("remote", "dram").limiter
+    limiter._width = 1
+
+    async def moved() -> None:
+        async with scheduler.enter(entries, "remote", "dram", Priority.PREFETCH, 1, None):
+            pass
+
+    async with limiter.enter(turn()):
+        moving = asyncio.create_task(moved())
+        await asyncio.sleep(0)
+        ranks, rank_alone = Counter[str](), scheduler._rank_alone
+
+        def counted(entry: Entry, priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
+            ranks["ranks"] += 1
+            return rank_alone(entry, priority)
+
+        scheduler._rank_alone = counted  # type: ignore[method-assign]
+        scheduler.wait_for_all(entries, "a")
+        scheduler.end_wait_all(entries)
+        assert ranks["ranks"] == 2 * len(entries)
+    await moving
+    assert not scheduler._readers
 
 
 async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_need() -> None:
