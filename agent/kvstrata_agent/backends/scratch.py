@@ -52,6 +52,14 @@ def scratch(size_bytes: int) -> mmap.mmap:
     return memory
 
 
+def _buffer(size_bytes: int) -> mmap.mmap:
+    """The same. Raises `MediumIntactError` when there is no memory for it."""
+    try:
+        return scratch(size_bytes)
+    except OSError as e:
+        raise MediumIntactError(f"no memory for a buffer of {size_bytes} B: {e.strerror or e}") from e
+
+
 class ScratchPool:
     """Lends buffers without waiting, and keeps a few of each size. Contents are whatever was there before."""
 
@@ -60,10 +68,13 @@ class ScratchPool:
 
     @contextmanager
     def lend(self, size_bytes: int) -> Iterator[memoryview]:
-        """A buffer of `size_bytes`, page-aligned so that O_DIRECT takes it; back in the pool at the end."""
+        """A buffer of `size_bytes`, page-aligned so that O_DIRECT takes it; back in the pool at the end.
+
+        Raises `MediumIntactError` when there is no memory for it.
+        """
         rounded = round_up(max(size_bytes, 1), _PAGE_BYTES)
         kept = self._free.setdefault(rounded, [])
-        buffer = kept.pop() if kept else scratch(rounded)
+        buffer = kept.pop() if kept else _buffer(rounded)
         try:
             with memoryview(buffer) as whole, whole[:size_bytes] as view:
                 yield view
@@ -105,9 +116,9 @@ class BoundedBuffers:
         await self._permits.acquire()
         try:
             buffer = self._take(size)
-        except OSError as e:
+        except MediumIntactError:
             self._permits.release()
-            raise MediumIntactError(f"no memory for a buffer of {size} B: {e.strerror or e}") from e
+            raise
         loan = Loan(memoryview(buffer)[:size])
         try:
             yield loan
@@ -119,7 +130,7 @@ class BoundedBuffers:
 
     def _take(self, size_bytes: int) -> mmap.mmap:
         kept = self._free.pop() if self._free else None
-        return kept if kept is not None and len(kept) >= size_bytes else scratch(size_bytes)
+        return kept if kept is not None and len(kept) >= size_bytes else _buffer(size_bytes)
 
     def _give_back(self, buffer: mmap.mmap) -> None:
         self._free.append(buffer)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata_agent.backends.base import MediumIntactError
-from kvstrata_agent.backends.scratch import HUGE_BYTES, BoundedBuffers, scratch
+from kvstrata_agent.backends.scratch import HUGE_BYTES, BoundedBuffers, ScratchPool, scratch
 from kvstrata_api.units import KIB
 
 pytestmark = pytest.mark.unit
@@ -55,9 +55,11 @@ async def test_memory_that_the_kernel_refuses_is_an_error_and_takes_no_buffer_aw
     def refuse(*_: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    buffers = BoundedBuffers()
+    buffers, pool = BoundedBuffers(), ScratchPool()
     with monkeypatch.context() as patched:
         patched.setattr(mmap, "mmap", refuse)
+        with pytest.raises(MediumIntactError, match="no memory for a buffer of 8192 B"), pool.lend(8 * KIB):
+            pass
         for _ in range(100):
             with pytest.raises(MediumIntactError, match=f"8192 B: {os.strerror(errno.ENOMEM)}"):
                 async with asyncio.timeout(5), buffers.lend(8 * KIB - 1):
@@ -65,3 +67,5 @@ async def test_memory_that_the_kernel_refuses_is_an_error_and_takes_no_buffer_aw
 
     async with asyncio.timeout(5), buffers.lend(8 * KIB) as loan:
         assert len(loan.view) == 8 * KIB
+    with pool.lend(8 * KIB) as lent:
+        assert len(lent) == 8 * KIB

@@ -5,6 +5,9 @@ while the last of its leases, moves and guards are still there. The tier below h
 """
 
 import asyncio
+import errno
+import mmap
+import os
 import random
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -159,3 +162,16 @@ async def test_a_writer_that_is_cancelled_in_any_step_leaves_no_slot_behind() ->
                 f"cancelled after {steps} steps"
             )
         await close(engine)
+
+
+async def test_a_store_goes_on_where_there_is_no_memory_for_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    engine = await Engine().attach()
+    monkeypatch.setattr("kvstrata_agent.backends.scratch.scratch", refuse)
+    for number in range(1, 2 * SLOTS):
+        await engine.store(number)
+
+    assert not engine.core.cache.mover.under_way
+    await close(engine)
