@@ -211,7 +211,7 @@ def _load(pem: str) -> x509.Certificate:
 def _load_key(pem: str) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(pem.encode(), None)
-    except (ValueError, TypeError) as e:
+    except (*_UNREADABLE, TypeError) as e:
         raise InvalidInputError(f"no private key: {e}") from e
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise InvalidInputError("a private key that is not ECDSA")

@@ -174,6 +174,15 @@ def test_an_authority_outlives_what_it_signs_by_far() -> None:
     assert not issuing.is_due(authority("one", days=30), NOW + timedelta(days=19))
 
 
+KIND = "EC PRIVATE KEY"
+ON_SECP112R1 = f"""-----BEGIN {KIND}-----
+MD4CAQEEDnxEjIyP0G746B9po26uoAcGBSuBBAAGoSADHgAEQI2Xi0GWU/LrFdU5
+AMACR3n3LoV6jmtfQzRNhw==
+-----END {KIND}-----
+"""
+"""A key on a curve that cryptography does not know."""
+
+
 def test_only_an_authority_that_signs_itself_is_read() -> None:
     made = certificates.make_authority(NOW, timedelta(days=1))
     other = certificates.make_authority(NOW, timedelta(days=1))
@@ -185,6 +194,7 @@ def test_only_an_authority_that_signs_itself_is_read() -> None:
         (made.certificate.pem, other.key_pem),
         ("", ""),
         (made.certificate.pem, ""),
+        (made.certificate.pem, ON_SECP112R1),
     ):
         with pytest.raises(InvalidInputError):
             certificates.read_authority(certificate, private)
