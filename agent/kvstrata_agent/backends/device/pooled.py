@@ -381,11 +381,13 @@ class PooledMemory(DaxMemory):
         """Hold no more slices than for `size_bytes`; those that still have blocks go once these have gone."""
         self._wanted = size_bytes // self._unit_bytes
 
-    def _take_up(self) -> None:
-        """Clear new slices and let extents have them."""
+    def _take_up(self, *, counts: bool = False) -> None:
+        """Clear new slices and let extents have them; `counts` on meanwhile where the beat itself does it."""
         with self._taking_up:  # Else one thread would clear what the other one has given to an extent.
             for index in sorted(self.claims.dirty.copy()):
                 self._clear_slice(index)
+                if counts:
+                    self._renew()
             with self._lock:
                 used = {unit for region in self._regions.values() for unit in self._units(region)}
                 claims = self.claims
@@ -396,7 +398,10 @@ class PooledMemory(DaxMemory):
         return Region(self._first_at + index * self._unit_bytes, self._unit_bytes)
 
     def _clear_slice(self, index: int) -> None:
-        """Clear a slice that no extent has. Where the device has failed it is barred."""
+        """Clear a slice that no extent has, unless another host has it. Where the device has failed it is barred."""
+        of = parse_line(self._table.read_one(index))  # Clearing others takes long, and we may have stood still.
+        if of is None or of.owner != self.claims.owner:
+            return
         region = self._slice(index)
         with suppress(BackendFailedError), self._guard(region.offset, region.offset + region.size_bytes):
             self._clear(region)
@@ -418,7 +423,7 @@ class PooledMemory(DaxMemory):
         self._renew()
         held = len(self.claims.held)
         if held < self._wanted and self.claims.claim(self._wanted, 0.0) > held:
-            self._take_up()
+            self._take_up(counts=True)
         elif held > self._wanted:
             self._give_back(held - self._wanted)
 

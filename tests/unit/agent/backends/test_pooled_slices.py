@@ -11,7 +11,7 @@ from kvstrata_agent.backends.device import pooled
 from kvstrata_agent.backends.device.devdax import MAP_BYTES, Region
 from kvstrata_agent.backends.device.pooled import HEAD_BYTES, Line, PooledMemory, Superblock, open_pooled
 from kvstrata_agent.backends.memory import sigbus
-from kvstrata_api.errors import BackendFailedError, TierFullError
+from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError
 from kvstrata_api.models.pool import CxlPooled
 from kvstrata_api.units import KIB, MIB
 from kvstrata_native import flush
@@ -269,4 +269,40 @@ def test_the_guard_of_a_head_ends_with_a_page_of_the_device(device: Path) -> Non
     memory = PooledMemory(device, "a", Superblock("pool", 64 * MIB))
 
     assert memory._table._guarded.size_bytes == MAP_BYTES
+    memory.close()
+
+
+class Slow(PooledMemory):
+    """Another host takes the next slices while this one clears the first."""
+
+    def _clear(self, region: Region) -> None:
+        if self.claims.dirty == {*range(self.superblock.slices)}:
+            for index in THEIRS:
+                self.claims.table.write(index, THIEF)
+        super()._clear(region)
+
+
+THEIRS = (3, 4)
+
+
+@pytest.mark.parametrize("wanted", ["all", "more"])
+def test_what_another_host_takes_while_slices_are_cleared_is_left_to_it(device: Path, wanted: str) -> None:
+    slices = HEAD.slices
+    before = holding(device, slices)
+    for index in range(slices):  # Its process is killed.
+        before.claims.table.write(index, Line(before.claims.node, b"k" * 16, 1).packed())
+    with before._whole[HEAD.first_at :] as blocks:
+        blocks[:] = b"b" * len(blocks)
+        flush(blocks)
+    before.close()
+    memory = Slow(device, "a", HEAD)
+    if wanted == "all":
+        memory.claim(slices * SLICE_BYTES, 0.0)
+    else:
+        with pytest.raises(InvalidInputError):
+            memory.claim((slices + 1) * SLICE_BYTES, 0.0)
+
+    for index in range(slices):
+        assert (left(device, memory, index) == b"b" * SLICE_BYTES) == (index in THEIRS)
+    assert given_out(memory).isdisjoint(THEIRS)
     memory.close()
