@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from kvstrata_agent.replay.machine import Engine
@@ -61,6 +61,15 @@ class EnginePart(_Part):
     """Measured, of the engine; absent: by the operations."""
     half_rate_tokens: int | None = Field(None, ge=1, le=1 << 40)
     """Measured: behind so many tokens the next one takes twice as long; absent: by the operations."""
+
+    @model_validator(mode="after")
+    def _has_parameters(self) -> Self:
+        """Fewer than this no model has: most likely they were given in billions."""
+        least = 2 * self.layers * self.hidden
+        if self.parameters < least:
+            limit = f"2 x layers x hidden = {least} at least is wanted, as 8.03e9"
+            raise ValueError(f"parameters: {self.parameters:g}: {limit}")
+        return self
 
 
 class TierPart(_Part):

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Tiers of a pool are those of one node, each up to its watermarks, by the pool's eviction, placement "
         "and admission: what is found in each, what is written to it, and all of it together. Compression and "
         "transfers are not modelled: see kvstrata plan. "
-        "example: kvstrata replay trace.jsonl --sizes 5%%,64Gi --token-bytes 320Ki",
+        "example: kvstrata replay trace.jsonl --sizes 5%,64Gi --token-bytes 320Ki",
     )
     add = parser.add_argument
     add("trace", type=Path, nargs="+", metavar="TRACE", help="recording, or a folder of recordings")
@@ -144,7 +144,15 @@ def _size(text: str) -> Size:
         return Size(f"{int(number)}%", percent=int(number))
     if text.endswith("%"):
         raise InvalidInputError(f"--sizes {text}: whole percents of 1 to 100 are wanted, as 5%, or bytes, as 64Gi")
-    return Size(text, size_bytes=parse_quantity(text))
+    return Size(text, size_bytes=_bytes("--sizes", text))
+
+
+def _bytes(option: str, text: str) -> int:
+    """Bytes that an option was given. Raises `InvalidInputError` that names it."""
+    try:
+        return parse_quantity(text)
+    except InvalidInputError as e:
+        raise InvalidInputError(f"{option}: {e}") from e
 
 
 def _pool(path: Path, name: str) -> KVPool:
@@ -173,8 +181,8 @@ def _rules(pool: KVPool, tiers: int) -> Rules:
 
 def _token_bytes(given: argparse.Namespace) -> int:
     """KV bytes of a token; 0 where nothing was said. Raises `InvalidInputError`."""
-    if given.token_bytes:
-        return parse_quantity(given.token_bytes)
+    if given.token_bytes is not None:
+        return _bytes("--token-bytes", given.token_bytes)
     if given.layout is None:
         return 0
     try:

@@ -26,6 +26,9 @@ PROGRAM: Final = "kvstrata plan"
 REQUESTS: Final = 2000
 SIZE_STEPS: Final = 5
 """Halvings of a search for the load, for each choice of sizes."""
+LEAST: Final = 1e-9
+"""Of a rate and of a goal: beyond these bounds times of the simulation are no numbers any more."""
+MOST: Final = 1e9
 _CHANGES: Final = 12
 """Choices of sizes that the table shows."""
 
@@ -56,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Simulates recorded requests on one engine with its share of a KVPool's tiers, by the pool's own "
         "policies: hit ratio, time to the first token, GPU time, wear, bytes and money for each GPU, with intervals of "
-        "95 %%; at which context each tier is faster than computing; and the cheapest sizes of the tiers within the "
+        "95 %; at which context each tier is faster than computing; and the cheapest sizes of the tiers within the "
         "room that the hardware file allows, as a change of the KVPool. Formats of recordings are those of "
         "`kvstrata replay`.",
-        epilog="The load is the highest at which 99 %% of the requests have their first token within --goal-s. "
+        epilog="The load is the highest at which 99 % of the requests have their first token within --goal-s. "
         "Arrivals are the recording's, faster or slower. Requests find only what their GPU's share of a node holds. "
         "example: kvstrata plan trace.jsonl -f pool.yaml --hardware hardware.yaml",
     )
@@ -105,8 +108,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is wanted")
+    if not LEAST <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from {LEAST:g} to {MOST:g} is wanted")
     return value
 
 

@@ -34,6 +34,7 @@ def place(tmp_path: Path) -> Path:
     ]  # fmt: skip
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "hardware.yaml").write_text(HARDWARE)
+    (tmp_path / "billions.yaml").write_text(HARDWARE.replace("kvMemory: 2Gi", "kvMemory: 2Gi, parameters: 8.03"))
     for name, size in (("small", "1Gi"), ("large", "16Gi")):
         (tmp_path / f"{name}.yaml").write_text(
             "apiVersion: kvstrata.io/v1alpha1\nkind: KVPool\nmetadata: {name: demo}\nspec:\n  nodeSelector: {a: b}\n"
@@ -135,6 +136,7 @@ def test_rates_of_a_live_fleet_take_the_place_of_the_files(capsys: pytest.Captur
     [
         (["--hardware", "{place}/small.yaml"], "apiVersion: unknown field"),
         (["--hardware", "{place}/none.yaml"], "none.yaml"),
+        (["--hardware", "{place}/billions.yaml"], "parameters: 8.03: 2 x layers x hidden = 262144 at least"),
         (["--pool", "other"], "--pool other: declared are: demo"),
         (["--prometheus", "localhost"], "--prometheus 'localhost': a URL"),
         (["--metrics", "{place}/hardware.yaml"], "{place}/hardware.yaml: "),
@@ -157,7 +159,18 @@ def test_one_workload_at_a_time(capsys: pytest.CaptureFixture[str], place: Path)
     assert "2 recordings" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--goal-s", "0"], ["--rate", "x"], ["--requests", "0"], ["--fleet-rate", "-1"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--goal-s", "0"],
+        ["--rate", "x"],
+        ["--rate", "1e-320"],
+        ["--rate", "nan"],
+        ["--requests", "0"],
+        ["--fleet-rate", "-1"],
+        ["--fleet-rate", "1e300"],
+    ],
+)
 def test_numbers_out_of_bounds_are_wrong_usage(place: Path, more: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments(place, *more))
