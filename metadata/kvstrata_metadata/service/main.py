@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from kvstrata_api import __version__, names
 from kvstrata_api.errors import InvalidInputError, KvStrataError
@@ -22,6 +23,7 @@ from kvstrata_telemetry.tracing import Sending
 
 _log = logging.getLogger(__name__)
 
+SECONDS_MAX: Final = 1_000_000
 EXTERNAL_VARIABLES = {
     "url": "KVSTRATA_REDIS_URL",
     "username": "KVSTRATA_REDIS_USERNAME",
@@ -104,10 +106,12 @@ def options_of(given: argparse.Namespace, environment: Mapping[str, str]) -> Opt
     is_embedded = given.redis == "embedded"
     if is_embedded and given.state_dir is None:
         raise InvalidInputError("--redis embedded needs --state-dir")
-    if given.sweep_s <= 0 or given.redis_memory_mib <= 0:
-        raise InvalidInputError("--sweep-s and --redis-memory-mib must be positive")
-    if given.lease_duration_s < 1:
-        raise InvalidInputError(f"--lease-duration-s {given.lease_duration_s}: at least 1 is wanted")
+    if given.redis_memory_mib <= 0:
+        raise InvalidInputError(f"--redis-memory-mib {given.redis_memory_mib}: at least 1 is wanted")
+    if not 0 < given.sweep_s <= SECONDS_MAX:
+        raise InvalidInputError(f"--sweep-s {given.sweep_s:g}: above 0, and {SECONDS_MAX} at most, is wanted")
+    if not 1 <= given.lease_duration_s <= SECONDS_MAX:
+        raise InvalidInputError(f"--lease-duration-s {given.lease_duration_s:g}: 1 to {SECONDS_MAX} is wanted")
     values = {key: environment.get(variable, "") for key, variable in EXTERNAL_VARIABLES.items()}
     return Options(
         embedded=_embedded(given) if is_embedded else None,

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 from kvstrata_api import __version__, names
 from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_operator.observe.world import Setting
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.tracing import Sending
+
+SECONDS_MAX: Final = 100 * 365 * 86_400
+"""Dates of certificates that end later cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metrics-port", type=int, default=9101, help="0: any free one; default: %(default)s")
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, once the process listens")
     parser.add_argument(
-        "--lease-duration-s", type=_positive, default=10.0, help="a silent leader is replaced after this; %(default)s"
+        "--lease-duration-s", type=_seconds, default=10.0, help="a silent leader is replaced after this; %(default)s"
     )
-    parser.add_argument("--resync-s", type=_positive, default=60.0, help="between complete lists; %(default)s")
+    parser.add_argument("--resync-s", type=_seconds, default=60.0, help="between complete lists; %(default)s")
     parser.add_argument(
-        "--heartbeat-s", type=_positive, default=5.0, help="polling interval of agents' Leases; %(default)s"
+        "--heartbeat-s", type=_seconds, default=5.0, help="polling interval of agents' Leases; %(default)s"
     )
     parser.add_argument(
         "--socket-template",
@@ -126,15 +130,15 @@ def _add_certificates(parser: argparse.ArgumentParser) -> None:
         help=f"own: make and replace Secret {names.CA_NAMESPACE}/{names.CA_SECRET}; external: somebody else does, "
         "such as cert-manager; default: %(default)s",
     )
-    group.add_argument("--authority-life-s", type=_positive, default=365 * 86_400.0, help="of our own; %(default)s")
+    group.add_argument("--authority-life-s", type=_seconds, default=365 * 86_400.0, help="of our own; %(default)s")
     group.add_argument(
         "--authority-settle-s",
-        type=_positive,
+        type=_seconds,
         default=120.0,
         help="a new authority is trusted for so long before it signs; %(default)s",
     )
     group.add_argument(
-        "--certificate-life-s", type=_positive, default=86_400.0, help="of what it signs; default: %(default)s"
+        "--certificate-life-s", type=_seconds, default=86_400.0, help="of what it signs; default: %(default)s"
     )
     group.add_argument(
         "--require-bound-tokens", action="store_true", help="sign for agents that run as pods on their node alone"
@@ -159,10 +163,13 @@ def _issuance(given: argparse.Namespace) -> Issuance:
     )
 
 
-def _positive(text: str) -> float:
-    seconds = float(text)
-    if seconds < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} s is less than 1 s")
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 1 to {SECONDS_MAX} are wanted")
     return seconds
 
 

@@ -90,6 +90,22 @@ def test_external_needs_a_url_and_embedded_a_directory() -> None:
     assert options.embedded is None
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--sweep-s", "nan"),
+        ("--sweep-s", "0"),
+        ("--sweep-s", "inf"),
+        ("--lease-duration-s", "nan"),
+        ("--lease-duration-s", "0.5"),
+        ("--redis-memory-mib", "-5"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_by_option_and_value(option: str, value: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{option} {value}: .* is wanted"):
+        options_of(_parser().parse_args(["--state-dir", "x", option, value]), {})
+
+
 AGENT_COMMANDS = {
     "auth", "hello", "ping", "client|setname", "client|tracking", "cluster|slots", "evalsha", "time",
     "get", "set", "setnx", "del", "exists", "expire", "hget", "hset", "hsetnx", "hdel", "hrandfield",

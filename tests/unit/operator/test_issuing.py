@@ -18,6 +18,7 @@ from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_kube.answers import Answer as ApiAnswer
 from kvstrata_kube.api import Call
+from kvstrata_operator.app import options
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates import policy as issuing
 from kvstrata_operator.certificates.authority import Authority, Certificate, Request
@@ -181,6 +182,18 @@ AMACR3n3LoV6jmtfQzRNhw==
 -----END {KIND}-----
 """
 """A key on a curve that cryptography does not know."""
+
+
+@pytest.mark.parametrize("option", ["--certificate-life-s", "--authority-life-s", "--resync-s"])
+@pytest.mark.parametrize("value", ["nan", "inf", "0.5", "x", "99999999999999"])
+def test_lives_out_of_bounds_are_refused_by_option_and_value(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options.parse([option, value])
+
+    assert ended.value.code == 2
+    assert f"{option}: '{value}': seconds from 1 to 3153600000 are wanted" in capsys.readouterr().err
 
 
 def test_only_an_authority_that_signs_itself_is_read() -> None:

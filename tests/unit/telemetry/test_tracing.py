@@ -178,15 +178,28 @@ def ended(trace_id: int) -> ReadableSpan:
     return ReadableSpan("x", context, start_time=0, end_time=1)
 
 
-@pytest.mark.parametrize("ratio", ["-0.1", "1.1", "much", "nan"])
-def test_a_ratio_that_is_none_is_refused(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "most"),
+    [
+        ("--trace-ratio", "-0.1", "1"),
+        ("--trace-ratio", "1.1", "1"),
+        ("--trace-ratio", "much", "1"),
+        ("--trace-ratio", "nan", "1"),
+        ("--trace-slow-seconds", "-1", "1e+09"),
+        ("--trace-slow-seconds", "nan", "1e+09"),
+        ("--trace-slow-seconds", "inf", "1e+09"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(
+    option: str, value: str, most: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     tracing.add_arguments(parser)
 
     with pytest.raises(SystemExit):
-        parser.parse_args(["--trace-ratio", ratio])
+        parser.parse_args([option, value])
 
-    assert f"--trace-ratio: invalid ratio value: '{ratio}'" in capsys.readouterr().err
+    assert f"{option}: '{value}': a number from 0 to {most} is wanted" in capsys.readouterr().err
 
 
 def test_an_error_is_recorded_and_goes_on(exporter: InMemorySpanExporter) -> None:
