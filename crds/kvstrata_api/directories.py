@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -46,6 +48,19 @@ def directories_of(tier: PoolTier | NodeTier) -> Iterator[Directory]:
     if tier.object is not None and tier.object.url.startswith(_FILE):
         path = tier.object.url.removeprefix(_FILE)
         yield Directory(path, "object.url", is_claimed=False, is_filled=False)
+
+
+def normal(path: str) -> PurePosixPath:
+    """Without `..`, `.` and double slashes; two at the start mean one (POSIX leaves them to the system)."""
+    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
+
+
+def collide(one: Directory, other: Directory) -> bool:
+    """True when one is or lies in the other, and the outer one, or either of equal ones, is claimed."""
+    mine, theirs = normal(one.path), normal(other.path)
+    if mine == theirs:
+        return one.is_claimed or other.is_claimed
+    return (other.is_claimed and theirs in mine.parents) or (one.is_claimed and mine in theirs.parents)
 
 
 MODEL_TIERS_TEXT: Final = "weights lie in tiers of type NVMe, or HostDRAM with pageSize 4Ki"

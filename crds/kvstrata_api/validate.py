@@ -135,4 +135,6 @@ def _blamed(where: str, field: str) -> str:
 
 def _value_at(value: Any, field: str) -> Any:
     """Value of the blamed field, None when it is absent; the object itself when no field is blamed."""
-    return value.get(field) if field else value
+    for name in field.split(".") if field else ():
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -19,6 +19,8 @@ from kvstrata_client.commands.token_ids import checked, read_ids, read_text
 TOKENS_MAX: Final = 10_000_000
 """`maximum` of spec.prefixes[].tokenCount."""
 
+BLOCK_TOKENS_MAX: Final = 1_024
+"""`maximum` of spec.compatibility.blockTokens."""
 _TARGETS: Final = ("tenant", "domain")
 
 
@@ -47,6 +49,8 @@ def options(found: argparse.ArgumentParser) -> None:
 
 def _digest(given: argparse.Namespace) -> int:
     """Print one prefix, or a whole share of it."""
+    if not 1 <= given.block_tokens <= BLOCK_TOKENS_MAX:
+        raise UsageError(f"--block-tokens {given.block_tokens}: 1 to {BLOCK_TOKENS_MAX} wanted")
     tokens = _tokens(given)
     prefix: dict[str, Any] = {"digest": prefix_digest(tokens).hex(), "tokenCount": len(tokens)}
     if given.description:

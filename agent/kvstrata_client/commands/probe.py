@@ -100,6 +100,8 @@ def _prompts(given: argparse.Namespace, block_bytes: int) -> range:
     """Number of each prompt. Raises `InvalidInputError` for figures that make none, or too many."""
     if not 1 <= given.prompt_blocks <= 4_096:
         raise UsageError(f"--prompt-blocks {given.prompt_blocks}: 1 to 4096 wanted")
+    if not 0 <= given.settle_s <= 3_600:
+        raise UsageError(f"--settle-s {given.settle_s:g}: 0 to 3600 wanted")
     count = given.bytes // (block_bytes * given.prompt_blocks)
     if not 1 <= count <= PROMPTS_MAX:
         wanted = f"{given.prompt_blocks} blocks of {block_bytes} B make {count} prompts, 1 to {PROMPTS_MAX} wanted"

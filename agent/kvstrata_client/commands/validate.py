@@ -3,13 +3,16 @@
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from itertools import combinations
+from typing import Any, Final, cast
 
+from kvstrata_api.directories import collide, directories_of
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.manifest_text import Placed
+from kvstrata_api.models.pool import KVPool
 from kvstrata_api.names import GROUP
 from kvstrata_api.suggestions import suggestion
-from kvstrata_api.validate import every_problem
+from kvstrata_api.validate import every_problem, parse
 from kvstrata_api.validate_structure import Problem
 from kvstrata_client.commands import install, kubectl, manifests, output
 from kvstrata_client.commands.kubectl import Kubectl
@@ -117,10 +120,21 @@ def _of_pool(pool: Json, nodes: Sequence[Json] | None) -> Iterator[tuple[str, st
     """What somebody should know of a good pool: field and words."""
     if not pool["spec"].get("nodeSelector"):
         yield "spec.nodeSelector", "not given: every node of the cluster gets an agent, and gives its memory to it"
+    yield from _crossed(cast("KVPool", parse("KVPool", pool)))
     for one in install.of_pool(nodes, dict(pool)) if nodes is not None else ():
         field = "spec.nodeSelector" if "label" in one.mend else "spec.tiers"
         field = "spec.tolerations" if "taint" in one.what else field
         yield field, f"{one.what}; {one.mend}"
+
+
+def _crossed(pool: KVPool) -> Iterator[tuple[str, str]]:
+    """Tiers of one pool of which only one comes up: their directories are the same, or one lies in the other."""
+    named = [(number, one) for number, tier in enumerate(pool.spec.tiers) for one in directories_of(tier)]
+    for (first, outer), (second, inner) in combinations(named, 2):
+        if first != second and collide(outer, inner):
+            where = f"{outer.path!r} of spec.tiers[{first}].{outer.field}"
+            said = f"{inner.path!r} is or holds {where}, or lies in it: each tier needs a directory of its own"
+            yield f"spec.tiers[{second}].{inner.field}", said
 
 
 def _nodes(given: argparse.Namespace) -> list[Json] | None:

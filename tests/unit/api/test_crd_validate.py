@@ -49,6 +49,13 @@ def test_every_bad_manifest_is_refused_by_the_name_of_its_field() -> None:
         assert any(p.field == bad.field for p in found), f"{bad.name}: {[str(p) for p in found]}"
 
 
+def test_a_rule_about_a_field_of_a_block_shows_its_value() -> None:
+    spec = {"type": "Migrate", "poolRef": "p", "migrate": {"to": "p"}}
+    made = {"apiVersion": names.API_VERSION, "kind": "KVOperation", "metadata": {"name": "o"}, "spec": spec}
+
+    assert [(p.field, p.value) for p in validate.validate(made)] == [("spec.migrate.to", "'p'")]
+
+
 @pytest.mark.parametrize(("tier", "block"), [(0, "hbm"), (1, "hostDRAM")])
 def test_a_tier_without_the_block_of_its_defaults_is_as_one_with_an_empty_one(tier: int, block: str) -> None:
     path = ("spec", "tiers", tier, block)

@@ -45,6 +45,11 @@ def test_the_digest_of_ids_is_what_clients_compare(ids: list[int]) -> None:
     assert prefix_digest(_tokens(given_)) == prefix_digest(ids)
 
 
+@pytest.mark.parametrize("tokens", ["0", "-1", "1025"])
+def test_blocks_of_a_digest_have_as_many_tokens_as_a_pool_may_declare(tokens: str) -> None:
+    assert fails("digest", "1", "--block-tokens", tokens) == f"UsageError: --block-tokens {tokens}: 1 to 1024 wanted"
+
+
 def test_ids_come_from_arguments_or_a_file_and_yaml_says_how_much_is_shared(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

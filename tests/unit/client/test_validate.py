@@ -148,6 +148,28 @@ def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str], arguments: 
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "warned"),
+    [("/mnt/a", "/mnt/a/", 1), ("/mnt/a", "/mnt/b/../a/c", 1), ("/mnt/a/c", "/mnt/a", 1),
+     ("/mnt/a", "/mnt/ab", 0)],
+)  # fmt: skip
+def test_tiers_of_one_pool_in_each_others_directories_are_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, one: str, other: str, warned: int
+) -> None:
+    pool = tmp_path / "pool.yaml"
+    tiers = [f"  - {{name: {n}, type: NVMe, capacityPerNode: 1Gi, nvme: {{path: {p}}}}}\n" for n, p in
+             (("a", one), ("b", other))]  # fmt: skip
+    pool.write_text(POOL + "".join(tiers))
+
+    code, found = findings(capsys, "-f", str(pool))
+
+    assert code == 0
+    assert [(f["line"], f["severity"], f["field"]) for f in found] == [
+        (11, "warning", "spec.tiers[2].nvme.path")
+    ] * warned
+    assert all(f"{other!r}" in f["message"] and f"{one!r} of spec.tiers[1].nvme.path" in f["message"] for f in found)
+
+
 def test_a_pool_without_selector_a_key_given_twice_and_sizes_beyond_any_node_are_warned_of(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -14,13 +14,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import combinations
-from pathlib import PurePosixPath
-from posixpath import normpath
 from types import MappingProxyType
 from typing import Any, Final
 
 from kvstrata_api import names, units
-from kvstrata_api.directories import Directory, directories_of
+from kvstrata_api.directories import Directory, collide, directories_of, normal
 from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier, TierAutoscale
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_operator.observe.kinds import digest
@@ -264,11 +262,6 @@ def _too_long(pool: str, picked: Iterable[str]) -> dict[str, Excluded]:
     }
 
 
-def normal(path: str) -> PurePosixPath:
-    """Without `..`, `.` and double slashes; two at the start mean one (POSIX leaves them to the system)."""
-    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
-
-
 def collision(older: KVPoolSpec, younger: KVPoolSpec) -> tuple[str, str] | None:
     """Field and path of the first directory of `younger` that `older` does not leave to it, and the same of `older`.
 
@@ -277,7 +270,7 @@ def collision(older: KVPoolSpec, younger: KVPoolSpec) -> tuple[str, str] | None:
     theirs = list(_fields(older))
     for mine, mine_text in _fields(younger):
         for other, other_text in theirs:
-            if _collide(mine, other):
+            if collide(mine, other):
                 return mine_text, other_text
     return None
 
@@ -286,11 +279,3 @@ def _fields(spec: KVPoolSpec) -> Iterable[tuple[Directory, str]]:
     for number, tier in enumerate(spec.tiers):
         for found in directories_of(tier):
             yield found, f"spec.tiers[{number}].{found.field} {normal(found.path)}"
-
-
-def _collide(one: Directory, other: Directory) -> bool:
-    """True when one is or lies in the other, and the outer one, or either of equal ones, is claimed."""
-    mine, theirs = normal(one.path), normal(other.path)
-    if mine == theirs:
-        return one.is_claimed or other.is_claimed
-    return (other.is_claimed and theirs in mine.parents) or (one.is_claimed and mine in theirs.parents)
