@@ -324,7 +324,7 @@ def of_pool(nodes: Sequence[Json], pool: Json) -> Iterator[Finding]:
 
 def _taints(subject: str, spec: Json, chosen: Sequence[Json]) -> Iterator[Finding]:
     for node in chosen:
-        for taint in node.get("spec", {}).get("taints") or ():
+        for taint in (node.get("spec") or {}).get("taints") or ():
             if taint["key"].startswith(_CONDITIONS):
                 continue
             keeps_out = taint.get("effect") in ("NoSchedule", "NoExecute")
@@ -358,7 +358,7 @@ def _wanted(spec: Json) -> dict[str, int]:
 
 
 def _offered(node: Json, resource: str) -> int:
-    quantity = (node.get("status", {}).get("allocatable") or {}).get(resource, "0")
+    quantity = ((node.get("status") or {}).get("allocatable") or {}).get(resource, "0")
     try:
         return units.parse_quantity(quantity) if quantity != "0" else 0
     except InvalidInputError:

@@ -170,6 +170,17 @@ def test_tiers_of_one_pool_in_each_others_directories_are_warned_of(
     assert all(f"{other!r}" in f["message"] and f"{one!r} of spec.tiers[1].nvme.path" in f["message"] for f in found)
 
 
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_a_node_without_a_part_offers_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str) -> None:
+    pool, nodes = tmp_path / "pool.yaml", tmp_path / "nodes.json"
+    pool.write_text(POOL)
+    nodes.write_text(json.dumps(node("n1", "32Gi") | {part: None}))
+
+    code, found = findings(capsys, "-f", str(pool), "--nodes", str(nodes))
+
+    assert (code, [one["field"] for one in found]) == (0, ["spec.tiers"])
+
+
 def test_a_pool_without_selector_a_key_given_twice_and_sizes_beyond_any_node_are_warned_of(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
