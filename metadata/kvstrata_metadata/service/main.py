@@ -108,6 +108,9 @@ def options_of(given: argparse.Namespace, environment: Mapping[str, str]) -> Opt
         raise InvalidInputError("--redis embedded needs --state-dir")
     if given.redis_memory_mib <= 0:
         raise InvalidInputError(f"--redis-memory-mib {given.redis_memory_mib}: at least 1 is wanted")
+    for option, port in (("--redis-port", given.redis_port), ("--metrics-port", given.metrics_port)):
+        if not 0 <= port < 1 << 16:
+            raise InvalidInputError(f"{option} {port}: 0 to 65535 is wanted")
     if not 0 < given.sweep_s <= SECONDS_MAX:
         raise InvalidInputError(f"--sweep-s {given.sweep_s:g}: above 0, and {SECONDS_MAX} at most, is wanted")
     if not 1 <= given.lease_duration_s <= SECONDS_MAX:

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of Secrets, Leases and ConfigMaps; default: $POD_NAMESPACE or %(default)s",
     )
     parser.add_argument("--metrics-host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=int, default=9101, help="0: any free one; default: %(default)s")
+    parser.add_argument("--metrics-port", type=_port, default=9101, help="0: any free one; default: %(default)s")
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, once the process listens")
     parser.add_argument(
         "--lease-duration-s", type=_seconds, default=10.0, help="a silent leader is replaced after this; %(default)s"
@@ -161,6 +161,13 @@ def _issuance(given: argparse.Namespace) -> Issuance:
         makes_authority=given.authority == "own",
         redis_hosts=tuple(given.redis_host),
     )
+
+
+def _port(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is 0 to 65535")
+    return number
 
 
 def _seconds(text: str) -> float:

@@ -99,6 +99,8 @@ def test_external_needs_a_url_and_embedded_a_directory() -> None:
         ("--lease-duration-s", "nan"),
         ("--lease-duration-s", "0.5"),
         ("--redis-memory-mib", "-5"),
+        ("--redis-port", "99999"),
+        ("--metrics-port", "-1"),
     ],
 )
 def test_numbers_out_of_bounds_are_refused_by_option_and_value(option: str, value: str) -> None:

@@ -184,6 +184,14 @@ AMACR3n3LoV6jmtfQzRNhw==
 """A key on a curve that cryptography does not know."""
 
 
+@pytest.mark.parametrize("value", ["99999", "-1", "x"])
+def test_a_port_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--metrics-port", value])
+
+    assert f"--metrics-port: '{value}': a port is 0 to 65535" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--certificate-life-s", "--authority-life-s", "--resync-s"])
 @pytest.mark.parametrize("value", ["nan", "inf", "0.5", "x", "99999999999999"])
 def test_lives_out_of_bounds_are_refused_by_option_and_value(
