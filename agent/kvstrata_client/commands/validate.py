@@ -133,8 +133,8 @@ def _crossed(pool: KVPool) -> Iterator[tuple[str, str]]:
     for (first, outer), (second, inner) in combinations(named, 2):
         if first != second and collide(outer, inner):
             where = f"{outer.path!r} of spec.tiers[{first}].{outer.field}"
-            said = f"{inner.path!r} is or holds {where}, or lies in it: each tier needs a directory of its own"
-            yield f"spec.tiers[{second}].{inner.field}", said
+            what = f"{inner.path!r} is or holds {where}, or lies in it: each tier needs a directory of its own"
+            yield f"spec.tiers[{second}].{inner.field}", what
 
 
 def _nodes(given: argparse.Namespace) -> list[Json] | None:
