@@ -447,6 +447,8 @@ static void copy_with(Copies *copies, long threads)
         bytes += (size_t)copies->all[i].source.len;
     if (threads > THREADS_MOST)
         threads = THREADS_MOST;
+    if (threads < 1)
+        threads = 1;
     if ((size_t)threads > bytes / THREAD_FROM_BYTES)
         threads = (long)(bytes / THREAD_FROM_BYTES);
     pthread_t others[THREADS_MOST];

@@ -186,6 +186,17 @@ def test_threads_share_large_copies_and_each_is_as_one(level: str) -> None:
     assert np.array_equal(target, source)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("threads", [0, -1, -(1 << 40)])
+def test_fewer_threads_than_one_are_one(level: str, threads: int) -> None:
+    source, target = bytes(4 << 20), bytearray(4 << 20)
+
+    with kernels_of(level) as kernels:
+        made = kernels.copy_digest_each([(target, source, 1)] * 64, threads)
+
+    assert made == [xxhash.xxh3_128_digest(source, 1)] * 64
+
+
 def test_a_fourth_of_the_cores_copies_unless_something_else_is_asked_for() -> None:
     assert [choose_threads("", cores) for cores in (1, 2, 7, 8, 16, 256)] == [1, 1, 1, 2, 4, 8]
     assert choose_threads("16", 2) == 16
