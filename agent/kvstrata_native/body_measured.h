@@ -197,7 +197,7 @@ TARGET ALWAYS int pack_columns(const Grid *grid, uint8_t *codes, uint16_t *scale
 {
     Strip strip;
     Split split;
-    size_t columns = grid->columns, count = (grid->rows + grid->group - 1) / grid->group * columns;
+    size_t columns = grid->columns, count = bands_of(grid) * columns;
     for (size_t top = 0; top < grid->rows; top += grid->group, scales += columns) {
         size_t rows = LEAST(grid->group, grid->rows - top);
         for (size_t left = 0; left < columns; left += STRIP) {

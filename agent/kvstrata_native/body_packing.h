@@ -271,6 +271,9 @@ TARGET ALWAYS size_t decode_e4m3(uint16_t *x, const uint8_t *codes, float by, si
 }
 #endif
 
+/* Groups below each other in a column. Groups may be of any size, so nothing is added to it. */
+ALWAYS size_t bands_of(const Grid *grid) { return grid->rows / grid->group + (grid->rows % grid->group != 0); }
+
 #define CODES(at) ((at) / (kind == INT4 ? 2 : 1)) /* Bytes of codes before element `at`. */
 
 /* One scale for `group` elements that lie beside each other. */
@@ -297,7 +300,7 @@ TARGET ALWAYS void unpack_runs(const Grid *grid, uint16_t *x, const uint8_t *cod
 TARGET ALWAYS void unpack_columns(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales, int kind)
 {
     float by[STRIP], low[STRIP];
-    size_t columns = grid->columns, count = (grid->rows + grid->group - 1) / grid->group * columns;
+    size_t columns = grid->columns, count = bands_of(grid) * columns;
     for (size_t top = 0; top < grid->rows; top += grid->group, scales += columns) {
         size_t bottom = LEAST(top + grid->group, grid->rows);
         for (size_t left = 0; left < columns; left += STRIP) {

@@ -259,3 +259,32 @@ def test_kernels_of_a_level_are_the_references() -> None:
     with pytest.raises(OffloadError, match="open: INVALID"):
         offload.open_reference("no such level")
     offload.open_reference("scalar").close()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_groups_of_columns_may_be_longer_than_these(kind: Kind) -> None:
+    rows, packing = 5, Packing(kind, 32, 5, is_by_column=True)
+    x = np.random.default_rng(1).standard_normal(rows * packing.columns).astype(np.float32).view(np.uint16)[1::2].copy()
+    codes = np.zeros(packing.codes_bytes(rows), np.uint8)
+    scales, back = np.zeros(packing.scales_bytes(rows), np.uint8), np.zeros_like(x)
+    device = offload.open_reference()
+    queue = device.queue(2)
+    raw, stored, into = (
+        [Segment(a.ctypes.data, a.nbytes, 0) for a in part] for part in ((x,), (codes, scales), (back,))
+    )
+    longest = offload.Parameters(kind=kind, is_by_column=1, columns=packing.columns, group=(1 << 64) - 1)
+    how = {"codec": offload.CodecId.PACK, "parameters": longest}
+
+    assert (
+        queue.submit([descriptor(Step.ENCODE, raw, stored, **how), descriptor(Step.DECODE, stored, into, **how)]) == 2
+    )
+    assert [one.status for one in queue.poll(2)] == [Status.OK, Status.OK]
+
+    queue.close()
+    device.close()
+    wanted = bytearray(codes.nbytes), bytearray(scales.nbytes)
+    kvstrata_native.pack(*wanted, x, packing)
+    assert [codes.tobytes(), scales.tobytes()] == [bytes(part) for part in wanted]
+    decoded = np.zeros_like(x)
+    kvstrata_native.unpack(decoded, *wanted, packing)
+    assert np.array_equal(back, decoded)
