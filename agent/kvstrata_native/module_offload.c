@@ -442,11 +442,17 @@ static PyObject *detach(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+/* A maker may have written it in any encoding. */
+static PyObject *text(const char *bytes)
+{
+    return PyUnicode_DecodeUTF8(bytes, (Py_ssize_t)strlen(bytes), "replace");
+}
+
 static PyObject *describe(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     if (engine.state == ENGINE_NONE)
         Py_RETURN_NONE;
-    return Py_BuildValue("(ssIsKKK)", engine.is.name, engine.is.version, engine.is.capabilities,
+    return Py_BuildValue("(NNIsKKK)", text(engine.is.name), text(engine.is.version), engine.is.capabilities,
                          engine.state == ENGINE_LOST ? engine.why_lost : "", (unsigned long long)engine.descriptors,
                          (unsigned long long)engine.fallbacks, (unsigned long long)engine.bytes);
 }

@@ -38,7 +38,11 @@ static int32_t close_device(KvoDevice *device)
 static int32_t describe(KvoDevice *device, KvoDescription *is)
 {
     (void)device;
+#ifdef LATIN_NAME
+    strcpy(is->name, "st\374b");
+#else
     strcpy(is->name, "stub");
+#endif
     strcpy(is->version, "0.5");
     is->capabilities = KVO_CAP_COPY | KVO_CAP_DIGEST | KVO_CAP_NARROW | KVO_CAP_PACK | KVO_CAP_MIX;
 #ifndef REGISTERED_ONLY

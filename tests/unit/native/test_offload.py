@@ -195,6 +195,10 @@ def test_an_engine_that_breaks_the_rules_is_given_up_and_nothing_is_wrong(tmp_pa
     assert told == kvstrata_native.xxh3_128(NOISE, 5)
 
 
+def test_a_name_in_another_encoding_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    assert offload.engage(stub(tmp_path, "LATIN_NAME")).label == "st\ufffdb 0.5"
+
+
 @pytest.mark.parametrize(
     ("macro", "said"),
     [
