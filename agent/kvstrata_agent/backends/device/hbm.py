@@ -476,6 +476,8 @@ class HbmMemory:
                 queue.start(tensor.zero_)
             except RuntimeError as e:  # Out of memory, mostly: engines share it.
                 refused.append(f"{queue.name}: {e}")
+                self.shared.pop(extent, None)
+                self._sums.pop(extent, None)
                 continue
             self._homes[extent], self.tensors[extent] = queue, tensor
             return

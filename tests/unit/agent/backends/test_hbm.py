@@ -1,6 +1,6 @@
 """Blocks in device memory, on devices that are late, small or broken: what was not waited for has not happened."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, SlotRef, Writing
-from kvstrata_agent.backends.device.hbm import PIECES, HbmTier, HostQueue, open_queues
+from kvstrata_agent.backends.device.hbm import PIECES, HbmTier, HostQueue, Wait, open_queues
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import (
     BackendFailedError,
@@ -187,6 +187,20 @@ async def test_no_memory_left_says_how_much_was_asked_of_which_devices() -> None
         tier.reserve(ANNA, BLOCK_BYTES)
 
     assert "late:1: out of memory" in tier.last_error
+    await tier.close()
+
+
+async def test_of_an_extent_that_could_not_be_cleared_nothing_is_kept() -> None:
+    class Broken(LateQueue):
+        def start(self, work: Callable[[], object]) -> Wait:
+            raise RuntimeError(f"CUDA error: unknown error at {work}")
+
+    tier = HbmTier([Broken()], MIB, threads=1, lends=True)
+
+    with pytest.raises(TierFullError, match="late:0: CUDA error"):
+        tier.reserve(ANNA, BLOCK_BYTES)
+
+    assert tier.memory.shared == {}
     await tier.close()
 
 
