@@ -75,6 +75,16 @@ def test_the_device_unpacks_to_the_processors_bytes(packing: Packing) -> None:
     assert found.view(torch.int16).cpu().numpy().tobytes() == wanted.tobytes()
 
 
+def test_codes_that_lie_apart_are_unpacked_like_others() -> None:
+    packing = PACKINGS[0]
+    found = triton_packing.pack(on_device(numbers(ROWS, packing.columns, "normal")), packing)
+    assert found is not None
+    codes, scales = found
+    apart = torch.stack((codes, ~codes), dim=1)[:, 0]
+
+    assert torch.equal(triton_packing.unpack(apart, scales, packing), triton_packing.unpack(codes, scales, packing))
+
+
 @pytest.mark.parametrize("word", [0x7F80, 0xFFC1, 0x7B80])
 def test_what_cannot_be_packed_is_left_alone(word: int) -> None:
     words = numbers(4, 32, "normal")

@@ -48,7 +48,7 @@ def unpack(codes: torch.Tensor, scales: torch.Tensor, packing: Packing) -> torch
     into = torch.empty(rows * packing.columns, dtype=torch.int16, device=codes.device)
     if into.numel():
         grid, sizes = _launch(rows, packing)
-        _unpack[grid](into, codes, scales.contiguous().view(torch.int16), packing.groups(rows), **sizes)
+        _unpack[grid](into, codes.contiguous(), scales.contiguous().view(torch.int16), packing.groups(rows), **sizes)
     return into.view(torch.bfloat16)
 
 
