@@ -340,22 +340,35 @@ static const Kernels kernels_offload = {
 
 /* The module's functions. They hold the GIL. */
 
+static int is_leaving; /* Of who holds the GIL: it is let go of while the engine ends, and others may ask meanwhile. */
+
+static void rest(void)
+{
+    struct timespec moment = {.tv_nsec = 100000};
+    nanosleep(&moment, NULL);
+}
+
 void detach_engine(void)
 {
+    while (is_leaving) {
+        Py_BEGIN_ALLOW_THREADS
+        rest();
+        Py_END_ALLOW_THREADS
+    }
     if (engine.state == ENGINE_NONE)
         return;
+    is_leaving = 1;
     pthread_mutex_lock(&engine.lock);
     engine.state = ENGINE_NONE;
     chosen = processor;
     pthread_mutex_unlock(&engine.lock);
     Py_BEGIN_ALLOW_THREADS
     for (uint32_t busy = 1; busy;) { /* Those of other threads end within PATIENCE_NS. */
-        struct timespec moment = {.tv_nsec = 100000};
         pthread_mutex_lock(&engine.lock);
         busy = engine.busy;
         pthread_mutex_unlock(&engine.lock);
         if (busy)
-            nanosleep(&moment, NULL);
+            rest();
     }
     Py_END_ALLOW_THREADS
     while (engine.idle_count)
@@ -365,6 +378,7 @@ void detach_engine(void)
     if (engine.library != NULL)
         dlclose(engine.library);
     engine.library = NULL;
+    is_leaving = 0;
 }
 
 static PyObject *refuse(void *library, const char *name, const char *format, ...)

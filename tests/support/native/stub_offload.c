@@ -1,8 +1,10 @@
 /* A library of the offload interface that does no work: what a host has to stand. By one of the macros below. */
+#define _DEFAULT_SOURCE /* nanosleep. */
 #include "offload.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #ifdef OTHER_MAJOR
 #define VERSION (7u << 16 | 3)
@@ -100,6 +102,9 @@ static int32_t submit(KvoQueue *queue, const KvoDescriptor *batch, uint32_t coun
 static int32_t poll_queue(KvoQueue *queue, KvoCompletion *done, uint32_t most, uint64_t timeout_ns, uint32_t *count)
 {
     (void)most, (void)timeout_ns;
+#ifdef SLOW
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+#endif
     done->tag = queue->asked.tag;
 #if defined(LIES) /* Says that it has done all, and has done nothing. */
     done->status = KVO_OK;

@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +195,22 @@ def test_an_engine_that_breaks_the_rules_is_given_up_and_nothing_is_wrong(tmp_pa
     assert np.array_equal(into, NOISE)
     offload.engage(KERNELS)
     assert told == kvstrata_native.xxh3_128(NOISE, 5)
+
+
+def test_engines_that_are_engaged_at_once_follow_each_other(tmp_path: Path) -> None:
+    into = np.zeros_like(NOISE)
+    offload.engage(stub(tmp_path, "SLOW"))
+
+    with ThreadPoolExecutor(3) as threads:
+        copy = threads.submit(kvstrata_native.copy, into, NOISE)
+        time.sleep(0.05)
+        ends = [threads.submit(offload.engage, REFERENCE) for _ in range(2)]
+        assert [end.result().name for end in ends] == [REFERENCE] * 2
+        copy.result()
+
+    assert np.array_equal(into, NOISE)
+    kvstrata_native.copy(into, NOISE[::-1].copy())
+    assert offload.engaged().descriptors == 1
 
 
 def test_a_name_in_another_encoding_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
