@@ -16,14 +16,14 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kvstrata_api import names, units
-from kvstrata_api.directories import directories_of
+from kvstrata_api.directories import directories_of, normal
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_operator.decide.plan.actions import Action, Apply, Delete, Note
-from kvstrata_operator.decide.pools.placement import Placement, normal
+from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.decide.pools.pool_facts import page_resource
 from kvstrata_operator.observe.kinds import (
     BUDGET,

@@ -157,12 +157,16 @@ async def test_what_has_the_name_of_a_segment_and_is_no_file_is_left_alone(tmp_p
     assert odd.is_symlink() or odd.is_dir()
 
 
+def segments(where: Path) -> list[Path]:
+    return [*where.glob("seg-*")]
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 async def test_of_two_segments_with_one_id_one_is_adopted_and_the_other_goes(tmp_path: Path, is_listed: bool) -> None:  # noqa: FBT001
     store = await buffered_store(tmp_path, CAPACITY_BYTES)
     kept, _ = await put(store, 1)
     await store.close()
-    (file,) = tmp_path.glob("seg-*")
+    (file,) = segments(tmp_path)
     name = parse_name(file.name)
     assert name is not None
     copy = tmp_path / str(with_fields(name, slots=name.slots // 2))
@@ -173,7 +177,7 @@ async def test_of_two_segments_with_one_id_one_is_adopted_and_the_other_goes(tmp
     store = await buffered_store(tmp_path, CAPACITY_BYTES)
     found = [(slot, record) async for slot, record in store.recover()]
     assert [(slot.extent, record.key.digest) for slot, record in found] == [(kept.extent, (1).to_bytes(20, "big"))]
-    assert len([*tmp_path.glob("seg-*")]) == 1
+    assert len(segments(tmp_path)) == 1
     assert file.exists() or not is_listed
     await store.close()
 
