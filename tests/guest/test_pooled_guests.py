@@ -105,15 +105,17 @@ class Guest:
         self._thread.join()
 
     def end(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
             return
         with suppress(OSError, AssertionError, BootError):
-            self._connect()
-            assert self._line is not None
-            self._line.sendall(b'{"do": "end"}\n')
-            self._thread.join(60)
+            if self._thread.is_alive():
+                self._connect()
+                assert self._line is not None
+                self._line.sendall(b'{"do": "end"}\n')
+                self._thread.join(60)
         if self._thread.is_alive():
             self.kill()
+        self.join()
 
 
 @pytest.fixture
