@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.s3_gateway import s3_gateway
+from kvstrata_agent.backends.base import MediumAwayError
 from kvstrata_agent.backends.object.client import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
 from kvstrata_agent.backends.object.object_tier import ObjectStoreTier, open_object_tier
 from kvstrata_agent.backends.object.pacing import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
@@ -18,7 +19,7 @@ from kvstrata_api.errors import BackendFailedError
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_node.discovery import NodeFacts
 from support.backends.contract import CAPACITY_BYTES, content, get, put
-from support.backends.s3_faults import FaultyS3, Request, faulty_s3
+from support.backends.s3_faults import Fault, FaultyS3, Request, faulty_s3
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 
@@ -103,6 +104,22 @@ async def test_what_stays_is_given_up_within_a_count_and_a_time(tier: ObjectStor
     assert time.monotonic() - started_s < 60
     pauses = [b.at_s - a.at_s for a, b in zip(s3.requests, s3.requests[1:], strict=False)]
     assert len({round(p, 4) for p in pauses}) == len(pauses), "pauses are spread"
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_away"), [(503, True), (500, True), ("cut", True), (403, True), (404, False), (416, False)]
+)
+async def test_only_a_store_that_answers_says_that_an_object_has_gone(
+    tier: ObjectStoreTier, s3: FaultyS3, fault: Fault, *, is_away: bool
+) -> None:
+    stored = await put(tier, 1)
+    s3.decide = lambda _: fault
+
+    with pytest.raises(BackendFailedError) as failed:
+        await get(tier, *stored)
+    assert isinstance(failed.value, MediumAwayError) == is_away
+    s3.decide = lambda _: None
+    assert await get(tier, *stored) == content(1)
 
 
 async def test_what_no_attempt_can_change_is_asked_once(tier: ObjectStoreTier, s3: FaultyS3) -> None:

@@ -35,6 +35,13 @@ class KeyAwayError(MediumIntactError):
     """A scope's data key is not there now: its blocks can be neither written nor read, and are not lost by that."""
 
 
+class MediumAwayError(BackendFailedError):
+    """The medium does not answer, or refuses to: what lies there is as it was, and may be read later.
+
+    It counts as a failure of the tier, but no copy goes for it.
+    """
+
+
 class SlotRef(msgspec.Struct, frozen=True, gc=False):
     """Place for one block in one tier. `stamp` moves on with every use of the slot.
 

@@ -21,7 +21,7 @@ from kvstrata_agent.blocks.returns import Returns
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
 from kvstrata_agent.blocks.signs import Signs
 from kvstrata_agent.blocks.tenants import TenantBook
-from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
+from kvstrata_agent.blocks.tier import AWAY_S, WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_agent.policy.placement import Placement, ReuseInterval, next_lower
@@ -142,6 +142,8 @@ class Node:
     """Names of tiers that KVOperations request emptied."""
     changed: Signal = field(default_factory=Signal)
     """Fires when a slot, a lease, a pin, a guard or a move ends, or blocks are published: there may be room now."""
+    away_until_s: float = 0.0
+    """Monotonic second until which a tier may be away."""
     deferred_frees: dict[Entry, list[Residence]] = field(default_factory=dict)
     """Copies taken out of the index whose slots wait for the end of leases."""
 
@@ -414,6 +416,26 @@ class Node:
             self.remember(entry, Decision(What.LOST, self.clock(), reason, tier.name))
         if entry.level == GONE and parent is not None:
             self.sessions.broke(entry, parent, self.index)
+
+    def medium_away(self, tier: Tier, message: str) -> None:
+        """A tier did not answer: what lies there stays, and is a miss for a while, and nothing new goes there."""
+        self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="read")
+        now_s = self.clock()
+        tier.last_error = message
+        tier.failed(now_s + WRITE_PAUSE_S)
+        self.away_until_s = tier.away_until_s = now_s + AWAY_S
+
+    @property
+    def is_any_away(self) -> bool:
+        """True while a tier may be away."""
+        return self.away_until_s > 0.0 and self.clock() < self.away_until_s
+
+    def is_away(self, entry: Entry) -> bool:
+        """True for a block that has copies, all of them where nothing is read now."""
+        if not self.is_any_away:
+            return False
+        now_s = self.clock()
+        return bool(entry.residences) and all(now_s < r.tier.away_until_s for r in entry.residences)
 
     def write_failed(self, tier: Tier, message: str) -> None:
         """A tier could not store a block: it gets no new ones for a while and states why."""

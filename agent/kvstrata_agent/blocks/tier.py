@@ -24,6 +24,9 @@ Phase = Literal["Pending", "Ready", "Degraded", "Failed", "Draining"]
 WRITE_PAUSE_S: Final = 10.0
 """A tier that failed a write gets no new blocks for so long: long enough not to burn time on a full disk."""
 
+AWAY_S: Final = 5.0
+"""How long nothing is asked of a medium that did not answer: each load would wait for it in vain."""
+
 FAILURES_MAX: Final = 3
 """Failures in a row after which a tier counts as failed: one may be a bad sector, three are a bad disk."""
 
@@ -48,6 +51,8 @@ class Tier:
     last_error: str = ""
     paused_until_s: float = 0.0
     """Monotonic second until which no block is written here."""
+    away_until_s: float = 0.0
+    """Monotonic second until which nothing is read: it did not answer."""
     failures: int = 0
     """Failed reads and writes since the last one that succeeded."""
     is_recovering: bool = False

@@ -174,9 +174,12 @@ class Reader:
         self._directory = directory
 
     def lookup_now(self, context: RequestContext, digests: Sequence[bytes]) -> list[Entry | None]:
-        """Return the local entry of each key, None for those that are absent or of another layout."""
+        """Return the local entry of each key, None for those that are absent, of another layout, or away."""
         found, layout_id = self._node.index.blocks(context.scope).get_all(digests), context.layout_id
-        return [e if e is not None and e.layout_id == layout_id else None for e in found]
+        entries = [e if e is not None and e.layout_id == layout_id else None for e in found]
+        if self._node.is_any_away:
+            return [None if e is not None and e.move is None and self._node.is_away(e) else e for e in entries]
+        return entries
 
     def needs_directory(self, entries: Sequence[Entry | None]) -> bool:
         """True when other agents may know of keys that this one does not hold."""

@@ -84,10 +84,11 @@ class Promoter:
         """
         if self._node.entry_tier is None:
             return
-        away = [e for e in dict.fromkeys(entries) if e.move is None and e.residences and self.promoted(e) is None]
+        below = [e for e in dict.fromkeys(entries) if e.move is None and e.residences and self.promoted(e) is None]
         if self._node.signs.is_read_in_place:
-            away = [e for e in away if self.mapped(e) is None]
-        for group in grouped(away, _stored_bytes, lambda e: e.tenant):
+            below = [e for e in below if self.mapped(e) is None]
+        below = [e for e in below if not self._node.is_away(e)]
+        for group in grouped(below, _stored_bytes, lambda e: e.tenant):
             self._mover.begin(group)
             self._schedule()
             self._grouped.append(group)
@@ -143,7 +144,7 @@ class Promoter:
     def _start(self, entry: Entry, urgency: Priority = Priority.PREFETCH, *, for_reader: bool = False) -> bool:
         """Start to copy a block up; False when there is nothing to copy from or to."""
         tier = self._node.entry_tier
-        if tier is None or not entry.residences:
+        if tier is None or not entry.residences or self._node.is_away(entry):
             return False
         self._mover.begin([entry])
         self._schedule()

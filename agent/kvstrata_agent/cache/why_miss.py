@@ -46,7 +46,7 @@ class Miss:
     hit_blocks: int
     """Of the unbroken beginning that would be loaded."""
     reason: str
-    """One word: `hit`, `recompute`, `pending`, `layout`, `unknown`, or what was decided (`blocks.history.What`)."""
+    """`hit`, `recompute`, `pending`, `layout`, `away`, `unknown`, or what was decided (`blocks.history.What`)."""
     said: str
     history: tuple[dict[str, Any], ...] = ()
     """Last decisions on the first block that is missing, the latest first."""
@@ -92,6 +92,9 @@ def _absent(node: Node, asked: Asked, there: int, behind: str) -> Miss:
     scope = asked.context.scope if asked.context is not None else None
     events = node.history.of(scope, digest) if scope is not None else []
     other = node.index.find(scope, digest) if scope is not None else None
+    if other is not None and node.is_away(other):
+        tier = other.residences[0].tier
+        return Miss(count, there, "away", f"{behind} lies in {tier.name}, which does not answer: {tier.last_error}")
     if other is not None:
         return Miss(count, there, "layout", f"{behind} is here in another layout, for another model or type")
     if events:

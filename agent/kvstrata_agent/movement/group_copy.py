@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.backends.base import ExpectedChecksum, MediumIntactError, Reading, Record, Writing
+from kvstrata_agent.backends.base import ExpectedChecksum, MediumAwayError, MediumIntactError, Reading, Record, Writing
 from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.tier import SlotRequest
@@ -146,6 +146,8 @@ def promoted_copy(node: Node, move: Move, target: Tier, end: bytes | KvStrataErr
         return Residence(target, move.slot, made)
     if isinstance(end, BlockCorruptError):
         node.copy_failed(entry, source, is_corrupt=True)
+    elif isinstance(end, MediumAwayError):
+        node.medium_away(source.tier, str(end))
     elif isinstance(end, BackendFailedError | UnsupportedError) and not isinstance(end, MediumIntactError):
         source.tier.last_error = str(end)
         node.copy_failed(entry, source, is_corrupt=False)

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import MediumIntactError, SlotRef
+from kvstrata_agent.backends.base import MediumAwayError, MediumIntactError, SlotRef
 from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
@@ -168,6 +168,7 @@ class Mover:
             moved_bytes = sum(copy_made.record.raw_bytes for copy_made in copies)
             self.scheduler.count_moved(source.name, target.name, len(copies), moved_bytes, took_s)
             source.failures = target.failures = 0
+            source.away_until_s = 0.0
         return self._settled(moves, made)
 
     async def _made(self, moves: Sequence[Move], target: Tier) -> Sequence[Residence | None]:
@@ -220,6 +221,8 @@ class Mover:
     def _failed(self, entry: Entry, source: Residence, target: Tier, error: BackendFailedError) -> None:
         if isinstance(error, _TargetFailedError):
             self._node.write_failed(target, str(error))
+        elif isinstance(error, MediumAwayError):
+            self._node.medium_away(source.tier, str(error))
         else:
             source.tier.last_error = str(error)
             self._node.copy_failed(entry, source, is_corrupt=False)

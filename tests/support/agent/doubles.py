@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.backends.base import Capabilities, OptionalCapabilities, Record, SlotRef
+from kvstrata_agent.backends.base import Capabilities, MediumAwayError, OptionalCapabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
@@ -62,8 +62,9 @@ class DictBackend(OptionalCapabilities):
         self.fails_writes = False
         self.failing_writes = 0
         """Of the next writes, every other one fails until this many have."""
-        self.writes = 0
+        self.writes = self.reads = 0
         self.fails_reads = False
+        self.is_away = False
         self._stamp = 0
         self.capabilities = Capabilities("dict", False, survives_restart, False, 4096)
 
@@ -89,6 +90,9 @@ class DictBackend(OptionalCapabilities):
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
         await asyncio.sleep(0)
+        self.reads += 1
+        if self.is_away:
+            raise MediumAwayError("no answer in 30.0 s")
         if self.fails_reads:
             raise BackendFailedError("Input/output error")
         found = self.stored.get(slot.stamp)

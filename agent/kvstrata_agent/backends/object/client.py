@@ -30,7 +30,8 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import MemoryStore, from_url
 
-from kvstrata_agent.backends.object.pacing import Pace, Turns
+from kvstrata_agent.backends.base import MediumAwayError
+from kvstrata_agent.backends.object.pacing import Pace, Turns, is_unanswered
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 
@@ -370,14 +371,15 @@ class ObjectClient:
             async with asyncio.timeout(_CALL_S):
                 yield
         except TimeoutError as e:
-            raise BackendFailedError(f"{verb} {self.url}/{path}: no answer in {_CALL_S} s") from e
+            raise MediumAwayError(f"{verb} {self.url}/{path}: no answer in {_CALL_S} s") from e
         except (BaseError, OSError) as e:
-            raise BackendFailedError(f"{verb} {self.url}/{path}: {_first_line(e)}") from e
+            raise _failure(e)(f"{verb} {self.url}/{path}: {_first_line(e)}") from e
         except BaseExceptionGroup as e:
             failed = e.subgroup((BaseError, OSError))
             if failed is None:
                 raise
-            raise BackendFailedError(f"{verb} {self.url}/{path}: {_first_line(failed.exceptions[0])}") from e
+            first = failed.exceptions[0]
+            raise _failure(first)(f"{verb} {self.url}/{path}: {_first_line(first)}") from e
 
 
 def _open(url: str, credentials: Mapping[str, str], *, retries_max: int) -> Any:
@@ -421,6 +423,11 @@ def _without(settings: Mapping[str, str], message: str) -> str:
     for value in filter(None, settings.values()):
         message = message.replace(f'"{value}"', '"..."')
     return message
+
+
+def _failure(error: Exception) -> type[BackendFailedError]:
+    """What a failed request says of the object: only a store that answers knows that it has none."""
+    return MediumAwayError if not isinstance(error, _ABSENT) and is_unanswered(str(error)) else BackendFailedError
 
 
 def _first_line(error: Exception | str) -> str:

@@ -31,6 +31,8 @@ TOKENS_PER_SUCCESS: Final = 0.2
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _REFUSALS: Final = frozenset({429, 503})
 _TIMED_OUT: Final = 408
+_OF_OBJECTS: Final = frozenset({404, 410, 416})
+"""What says that an object is not there, or shorter."""
 
 
 class Verdict(Enum):
@@ -52,6 +54,15 @@ def judge(message: str) -> Verdict:
     if code in _REFUSALS:
         return Verdict.REFUSED
     return Verdict.BROKEN if code >= 500 or code == _TIMED_OUT else Verdict.FINAL
+
+
+def is_unanswered(message: str) -> bool:
+    """True for a failure that says nothing of the object: the store was not reached, or gave nobody's objects out.
+
+    With wrong credentials too: these can be put right.
+    """
+    status = _STATUS.search(message)
+    return "HTTP error" in message if status is None else int(status[1]) not in _OF_OBJECTS
 
 
 def backoff_s(attempt: int, chance: float) -> float:
