@@ -25,7 +25,7 @@ WRITE_PAUSE_S: Final = 10.0
 """A tier that failed a write gets no new blocks for so long: long enough not to burn time on a full disk."""
 
 AWAY_S: Final = 5.0
-"""How long nothing is asked of a medium that did not answer: each load would wait for it in vain."""
+"""How long nothing is asked of a medium that did not answer: each load would only wait for a timeout."""
 
 FAILURES_MAX: Final = 3
 """Failures in a row after which a tier counts as failed: one may be a bad sector, three are a bad disk."""
