@@ -240,10 +240,7 @@ class AgentProcess:
         core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
         if core.models is not None:
             await core.models.follow(wanted.models, world.desired.models, world.desired.refused_models)
-        try:
-            await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
-        except OSError as e:
-            _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
+        await self._remove_abandoned(frozenset(provisioner.states))
         self._followed = pool_node
 
     @staticmethod
@@ -262,12 +259,17 @@ class AgentProcess:
             return
         if removal is Removal.DESTROY:
             await wipe_all(desired.tiers, partial(wiping.wipe, place=self._place(world)))
+        gone = await self._remove_abandoned(frozenset())
+        if gone is not None:
+            _log.info("nobody wants this agent any more", extra={"removal": removal.value, "memory_of": gone})
+
+    async def _remove_abandoned(self, wanted: frozenset[str]) -> list[str] | None:
+        """Give back the memory of all other tiers, and return their names; None where some of it stays."""
         try:
-            gone = await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset())
+            return await asyncio.to_thread(remove_abandoned, self._persistence_root(), wanted)
         except OSError as e:
             _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
-            return
-        _log.info("nobody wants this agent any more", extra={"removal": removal.value, "memory_of": gone})
+            return None
 
     async def _keep_following(self, world: World, core: AgentParts, provisioner: Provisioner) -> None:
         while True:

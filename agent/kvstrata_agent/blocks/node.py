@@ -419,11 +419,8 @@ class Node:
 
     def medium_away(self, tier: Tier, message: str) -> None:
         """A tier did not answer: what lies there stays, and is a miss for a while, and nothing new goes there."""
-        self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="read")
-        now_s = self.clock()
-        tier.last_error = message
-        tier.failed(now_s + WRITE_PAUSE_S)
-        self.away_until_s = tier.away_until_s = now_s + AWAY_S
+        self._pause_writes(tier, message, "read")
+        self.away_until_s = tier.away_until_s = self.clock() + AWAY_S
 
     @property
     def is_any_away(self) -> bool:
@@ -439,7 +436,10 @@ class Node:
 
     def write_failed(self, tier: Tier, message: str) -> None:
         """A tier could not store a block: it gets no new ones for a while and states why."""
-        self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="write")
+        self._pause_writes(tier, message, "write")
+
+    def _pause_writes(self, tier: Tier, message: str, operation: str) -> None:
+        self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation=operation)
         tier.last_error = message
         tier.failed(self.clock() + WRITE_PAUSE_S)
 

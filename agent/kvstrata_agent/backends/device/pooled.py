@@ -176,14 +176,14 @@ class Claims:
         self._count(taken)
         self.wait(SETTLE_S)
         after = self.observe()
-        ours = {index for index in taken if self._is_ours(after[index])}
+        ours = {index for index in taken if self.is_ours(after[index])}
         self.held |= ours
         self.dirty |= {index for index in ours if before[index] != _FREE_LINE}
 
     def renew(self) -> frozenset[int]:
         """Count on; returns the slices that are not ours any more."""
         lines = self.observe()
-        lost = frozenset(i for i in self.held if not self._is_ours(lines[i]))
+        lost = frozenset(i for i in self.held if not self.is_ours(lines[i]))
         self.held -= lost
         self.dirty -= lost
         self._count(sorted(self.held))
@@ -209,18 +209,19 @@ class Claims:
         """
         lines = self.table.read()
         for index in {*indices} & self.held - self.dirty - self.barred:
-            if self._is_ours(lines[index]):
+            if self.is_ours(lines[index]):
                 self.table.write(index, _FREE_LINE)
         self.held -= {*indices}
         self.dirty -= {*indices}
 
-    def _is_ours(self, line: bytes) -> bool:
+    def is_ours(self, line: bytes) -> bool:
+        """True for the line of a slice that this process has."""
         of = parse_line(line)
         return of is not None and of.owner == self.owner
 
     def others_held(self, lines: Sequence[bytes]) -> int:
         """Slices that other owners have."""
-        return sum(line != _FREE_LINE and not self._is_ours(line) for line in lines)
+        return sum(line != _FREE_LINE and not self.is_ours(line) for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,19 +390,22 @@ class PooledMemory(DaxMemory):
                 if counts:
                     self._renew()
             with self._lock:
-                used = {unit for region in self._regions.values() for unit in self._units(region)}
                 claims = self.claims
-                for index in claims.held.copy() - used - self._lost - claims.dirty.copy() - claims.barred.copy():
+                clear = claims.held.copy() - claims.dirty.copy() - claims.barred.copy()
+                for index in clear - self._used() - self._lost:
                     self._is_free[index] = True
+
+    def _used(self) -> set[int]:
+        """Slices that extents have, for whoever has the lock."""
+        return {unit for region in self._regions.values() for unit in self._units(region)}
 
     def _slice(self, index: int) -> Region:
         return Region(self._first_at + index * self._unit_bytes, self._unit_bytes)
 
     def _clear_slice(self, index: int) -> None:
         """Clear a slice that no extent has, unless another host has it. Where the device has failed it is barred."""
-        of = parse_line(self._table.read_one(index))  # Clearing others takes long, and we may have stood still.
-        if of is None or of.owner != self.claims.owner:
-            return
+        if not self.claims.is_ours(self._table.read_one(index)):
+            return  # Clearing others takes long, and we may have stood still.
         region = self._slice(index)
         with suppress(BackendFailedError), self._guard(region.offset, region.offset + region.size_bytes):
             self._clear(region)
@@ -437,15 +441,14 @@ class PooledMemory(DaxMemory):
     def _lose(self, units: Collection[int]) -> None:
         """Blocks there are lost; extents that have some of these units are given up."""
         with self._lock:
-            used = {unit for region in self._regions.values() for unit in self._units(region)}
-            self._lost |= used & {*units}
+            self._lost |= self._used() & {*units}
             for unit in units:
                 self._is_free[unit] = False
 
     def _give_back(self, count: int) -> None:
         with self._lock:
-            used = {unit for region in self._regions.values() for unit in self._units(region)}  # Not cleared yet.
-            idle = [i for i in sorted(self.claims.held - used, reverse=True) if self._is_free[i]][:count]
+            held = self.claims.held - self._used()  # What an extent still has is not cleared.
+            idle = [i for i in sorted(held, reverse=True) if self._is_free[i]][:count]
             for index in idle:
                 self._is_free[index] = False
         self.claims.give_back(idle)
@@ -466,7 +469,7 @@ class PooledMemory(DaxMemory):
         if self._lost.isdisjoint(units):
             return
         with self._lock:
-            gone = {*units} - {unit for region in self._regions.values() for unit in self._units(region)}
+            gone = {*units} - self._used()
             self._lost -= gone  # Of what another extent has by now it is the mark.
             for unit in gone:
                 self._is_free[unit] = unit in self.claims.held and unit not in self.claims.barred
