@@ -38,7 +38,7 @@ SCOPE_A: Final = ScopeId("tenant/a/uid-a/v1")
 SCOPE_B: Final = ScopeId("tenant/b/uid-b/v1")
 NEW_DOMAIN: Final = ScopeId("domain/d/uid-d/v2")
 TIERS: Final = ("dram", "cxl", "nvme", "flash")
-CAPACITY_BYTES: Final = 32 << 20
+CAPACITY_BYTES: Final = 64 << 20
 PREFIX_TOKENS: Final = 16
 LEAK_S: Final = 1e-4
 """By which the seeded defect is longer for each request, at least."""
@@ -127,13 +127,15 @@ class Served(AgentThread):
 
     async def down(self) -> None:
         """Bring every block to the tier below."""
-        memory, below = self.core.node.tiers
-        for entry in list(self.core.node.contents(memory).residents()):
-            assert await self.core.cache.demoter.demote_to(entry, memory, below, Priority.DEMOTE)
-        while self.core.node.contents(memory).blocks:
-            for entry in list(self.core.node.contents(memory).residents()):
-                if self.core.node.index.may_leave(entry):
-                    self.core.node.evict([entry], memory, "threat")
+        node, demote_to = self.core.node, self.core.cache.demoter.demote_to
+        memory, below = node.tiers
+        entries = list(node.contents(memory).residents())
+        # At once: thousands of blocks one by one would each wait for the disk.
+        assert all(await asyncio.gather(*(demote_to(entry, memory, below, Priority.DEMOTE) for entry in entries)))
+        while node.contents(memory).blocks:
+            leaving = [entry for entry in node.contents(memory).residents() if node.index.may_leave(entry)]
+            assert leaving, "the tier below has no room for all"
+            node.evict(leaving, memory, "threat")
 
     async def erased(self) -> None:
         """Wait until nothing is left of scopes that are gone, as the agent's periodic duties bring it about."""
