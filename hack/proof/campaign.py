@@ -209,14 +209,17 @@ def _run(state: State, step: Step, command: Command) -> Ran:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """End a command and all that is in its group; what has sessions of its own ends with the command that owns it."""
+    """End a command and all that is in its group; what has sessions of its own ends with the command that owns it.
+
+    Who asks once more meanwhile, as Ctrl-C twice, gets the next signal sent and not a command that is left running.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, signum)
             return process.wait(END_S)
         except ProcessLookupError:
             return process.wait()
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             continue
     return process.wait()
 

@@ -57,6 +57,17 @@ def test_a_command_that_was_stopped_is_open(state: State) -> None:
     assert [c.name for _, c in open_commands(state, [step(PASSES, stops)], again=False)] == ["stops"]
 
 
+def test_a_second_interrupt_leaves_no_command_behind(state: State) -> None:
+    again = "signal.signal(signal.SIGINT, lambda *_: os.kill(os.getppid(), signal.SIGINT))"
+    first = "print(os.getpid(), flush=True); os.kill(os.getppid(), signal.SIGINT)"
+    stops = command("stops", f"import os, signal, time; {again}; {first}\nwhile True: time.sleep(9)")
+    with pytest.raises(KeyboardInterrupt):
+        campaign.run(state, [step(stops)], hours=None, again=False)
+
+    pid = int(state.log(step(stops), stops).read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_every_try_of_a_failure_is_told(state: State) -> None:
     for _ in range(2):
         campaign.run(state, [step(FAILS)], hours=None, again=True)
