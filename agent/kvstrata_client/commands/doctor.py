@@ -73,6 +73,8 @@ class Seen:
     parts: Sequence[Json] | None = ()
     """Deployments, pods and Leases of the release's namespace; None where the user may not look."""
     namespace: str = names.SYSTEM_NAMESPACE
+    namespaces: Sequence[Json] | None = ()
+    """All of the cluster's; None where the user may not list them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,16 @@ def _doctor(given: argparse.Namespace) -> int:
 def observe(asked: Kubectl, namespace: str) -> Seen:
     """Ask the cluster. Raises `ApiServerAwayError` when it does not answer, or has none of our kinds."""
     objects = asked.get(",".join(OURS), "--all-namespaces")["items"]
+    parts = _if_allowed(asked, ",".join(PARTS), f"--namespace={namespace}")
+    return Seen(datetime.now(UTC), objects, parts, namespace, _if_allowed(asked, "namespaces"))
+
+
+def _if_allowed(asked: Kubectl, *what: str) -> Sequence[Json] | None:
     try:
-        parts = asked.get(",".join(PARTS), f"--namespace={namespace}")["items"]
+        found: Sequence[Json] = asked.get(*what)["items"]
     except ApiServerAwayError:
-        parts = None
-    return Seen(datetime.now(UTC), objects, parts, namespace)
+        return None
+    return found
 
 
 def findings(seen: Seen) -> tuple[Finding, ...]:

@@ -5,14 +5,15 @@ Observe (kubectl, by `doctor.observe`), decide (`overview`, pure), print.
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import ANY, with_name
 from kvstrata_api.reasons import Weight
+from kvstrata_api.shares import accesses
 from kvstrata_api.units import format_rounded, parse_quantity, percent
-from kvstrata_client.commands import doctor, kubectl, output
+from kvstrata_client.commands import doctor, kubectl, manifests, output
 from kvstrata_client.commands.doctor import Seen
 from kvstrata_client.commands.kubectl import Kubectl
 from kvstrata_client.commands.output import table
@@ -99,13 +100,14 @@ def overview(seen: Seen) -> Json:
         by_kind.setdefault(subject["kind"], []).append(dict(subject))
     shares, domains = by_kind.get("KVPrefixShare", []), by_kind.get("KVTrustDomain", [])
     nodes = [_node(node) for node in by_kind.get("KVPoolNode", ())]
+    reads = _shares_read(seen)
     weights = Counter(finding.weight for finding in doctor.findings(seen))
     return {
         "namespace": seen.namespace,
         "processes": None if seen.parts is None else [*_processes(seen)],
         "pools": [_pool(pool, nodes) for pool in by_kind.get("KVPool", ())],
         "nodes": nodes,
-        "tenants": [_tenant(tenant, domains, shares) for tenant in by_kind.get("KVTenant", ())],
+        "tenants": [_tenant(tenant, domains, reads) for tenant in by_kind.get("KVTenant", ())],
         "domains": len(domains),
         "shares": {"declared": len(shares), "active": sum(_is_true(share, "Active") for share in shares)},
         "operations": [_operation(operation) for operation in by_kind.get("KVOperation", ())],
@@ -178,7 +180,26 @@ def _node(node: Json) -> Json:
     }
 
 
-def _tenant(tenant: Json, domains: Iterable[Json], shares: Iterable[Json]) -> Json:
+def _shares_read(seen: Seen) -> dict[str, list[str]] | None:
+    """By tenant, what agents let it read; None where it cannot be known: see `doctor.Seen.namespaces`."""
+    if seen.namespaces is None:
+        return None
+    try:
+        declared = manifests.declared_in([*seen.objects, *seen.namespaces])
+    except InvalidInputError:  # Of a later version.
+        return None
+    return {
+        name: [
+            access.name.replace(".", "/", 1)
+            for pool in sorted(declared.by_pool)
+            for access in accesses(tenant, declared, pool, seen.now)
+            if not access.can_write
+        ]
+        for name, tenant in declared.by_name.items()
+    }
+
+
+def _tenant(tenant: Json, domains: Iterable[Json], reads: Mapping[str, list[str]] | None) -> Json:
     spec, stated, name = tenant["spec"], _stated(tenant), tenant["metadata"]["name"]
     domain = stated.get("effectiveDomain", "")
     members = {d["metadata"]["name"]: _stated(d).get("members") or () for d in domains}
@@ -196,12 +217,7 @@ def _tenant(tenant: Json, domains: Iterable[Json], shares: Iterable[Json]) -> Js
         "domain": domain,
         "domainMembers": [other for other in members.get(domain, ()) if other != name],
         "keyVersion": stated.get("keyVersion", 0),
-        "readsShares": [
-            f"{share['metadata']['namespace']}/{share['metadata']['name']}"
-            for share in shares
-            if _is_true(share, "Active")
-            and any(to.get("tenant") == name or (domain and to.get("domain") == domain) for to in share["spec"]["to"])
-        ],
+        "readsShares": None if reads is None else reads.get(name, []),
         "usage": [
             {"pool": one["poolRef"], "tier": one["tier"], "used": one.get("used", "0")}
             for one in stated.get("usage") or ()
@@ -367,7 +383,7 @@ def tenant_rows(tenants: Sequence[Json]) -> Table:
             str(tenant["weight"]),
             tenant["domain"] or _NOTHING,
             f"v{tenant['keyVersion']}",
-            str(len(tenant["readsShares"])),
+            _NOTHING if tenant["readsShares"] is None else str(len(tenant["readsShares"])),
         )
         for tenant in tenants
     ]
@@ -444,7 +460,10 @@ def tenant_lines(tenant: Json) -> Iterator[str]:
     if tenant["domain"]:
         ask = f"kvstrata who-can-read --domain {tenant['domain']}"
         yield f"shares its domain with {_listed(tenant['domainMembers'])}; {ask}"
-    yield f"reads the shares {_listed(tenant['readsShares'])}"
+    if tenant["readsShares"] is None:
+        yield "reads shares that are not known: namespaces may not be listed, or some objects are of a later version"
+    else:
+        yield f"reads the shares {_listed(tenant['readsShares'])}"
     yield ""
     rows = [(one["pool"], one["tier"], one["used"]) for one in tenant["usage"]]
     yield from table(("POOL", "TIER", "USED"), rows)

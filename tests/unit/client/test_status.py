@@ -21,7 +21,8 @@ GIB = 1 << 30
 
 
 def declared(kind: str, name: str, spec: Json, *, namespace: str = "", **stated: Any) -> Json:
-    metadata = {"name": name, "creationTimestamp": LONG_AGO} | ({"namespace": namespace} if namespace else {})
+    metadata = {"name": name, "uid": f"uid-{name}", "creationTimestamp": LONG_AGO}
+    metadata |= {"namespace": namespace} if namespace else {}
     return {"apiVersion": names.API_VERSION, "kind": kind, "metadata": metadata, "spec": spec, "status": stated}
 
 
@@ -63,21 +64,29 @@ def cluster() -> list[Json]:
         declared("KVPool", "demo", pool, conditions=[says("Ready", "AllNodesReady")], nodes={"matched": 2, "ready": 2},
                  tiers=[{"name": "dram", "capacity": "4Gi", "used": "1.5Gi"}], hitPercent=61, tenants=2),
         node("n0", GIB), node("n1", GIB // 2),
-        declared("KVTenant", "alpha", {"weight": 200}, conditions=[says("Ready", "Ready")], used="1.5Gi", quota="2Gi",
-                 effectiveDomain="lab", keyVersion=3, usage=[{"poolRef": "demo", "tier": "dram", "used": "1.5Gi"}]),
-        declared("KVTenant", "beta", {}, conditions=[says("Ready", "Ready")], keyVersion=1),
-        declared("KVTrustDomain", "lab", {"tenants": ["alpha", "beta"]}, conditions=[says("Ready", "Ready")],
-                 members=["alpha"]),
-        declared("KVPrefixShare", "prompt", {"poolRef": "demo", "to": [{"domain": "lab"}]}, namespace="team",
-                 conditions=[says("Active", "Granted")]),
-        declared("KVPrefixShare", "over", {"poolRef": "demo", "to": [{"tenant": "beta"}]}, namespace="team",
-                 conditions=[says("Active", "Expired", "False"), says("Expired", "Expired")]),
+        declared("KVTenant", "alpha", {"weight": 200, "trustDomain": "lab"}, conditions=[says("Ready", "Ready")],
+                 used="1.5Gi", quota="2Gi", effectiveDomain="lab", keyVersion=3,
+                 usage=[{"poolRef": "demo", "tier": "dram", "used": "1.5Gi"}]),
+        declared("KVTenant", "beta", {"namespaceSelector": {"matchLabels": {"of": "beta"}}},
+                 conditions=[says("Ready", "Ready")], keyVersion=1),
+        declared("KVTrustDomain", "lab", {"tenants": ["alpha", "beta"], "sharing": "All"},
+                 conditions=[says("Ready", "Ready")], members=["alpha"]),
+        share("prompt", {"domain": "lab"}, says("Active", "Granted")),
+        share("over", {"tenant": "alpha"}, says("Active", "Expired", "False"), says("Expired", "Expired"),
+              until=LONG_AGO),
         declared("KVOperation", "drain", {"type": "Drain", "poolRef": "demo"}, state="Progressing", summary="1/2 nodes",
                  conditions=[says("Progressing", "Running")]),
         declared("KVOperation", "done", {"type": "Flush", "poolRef": "demo"}, state="Complete",
                  conditions=[says("Complete", "Done")]),
         weights("llama", "v2", [says("Staged", "Staging", "False", "1 of 2 nodes have revision v2")]),
     ]  # fmt: skip
+
+
+def share(name: str, to: Json, *conditions: Json, until: str | None = None) -> Json:
+    """Of a namespace of beta's."""
+    prefixes = [{"digest": "ab" * 32, "tokenCount": 64}]
+    spec = {"poolRef": "demo", "prefixes": prefixes, "to": [to]} | ({"expiresAt": until} if until else {})
+    return declared("KVPrefixShare", name, spec, namespace="team", conditions=list(conditions))
 
 
 def weights(name: str, revision: str, conditions: list[Json], **stated: Any) -> Json:
@@ -87,22 +96,23 @@ def weights(name: str, revision: str, conditions: list[Json], **stated: Any) -> 
     return made | {"metadata": made["metadata"] | {"uid": f"uid-{name}"}}
 
 
+NAMESPACES = [{"kind": "Namespace", "metadata": {"name": "team", "labels": {"of": "beta"}}}]
 PARTS = [deployment("kvstrata-operator", 1, 1), deployment("kvstrata-metadata", 2, 2), lease("n0"), lease("n1")]
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """What a command prints, and its exit status, of a cluster."""
-    objects, parts = cluster(), list(PARTS)
+    objects, parts, namespaces = cluster(), list(PARTS), [*NAMESPACES]
     monkeypatch.setattr(Kubectl, "of", classmethod(lambda cls, *_: cls(("kubectl",))))
-    monkeypatch.setattr(doctor, "observe", lambda _, namespace: Seen(NOW, objects, parts, namespace))
+    monkeypatch.setattr(doctor, "observe", lambda _, namespace: Seen(NOW, objects, parts, namespace, call.namespaces))
 
     def call(*arguments: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as end:
             main(arguments)
         return int(end.value.code or 0), "".join(capsys.readouterr())
 
-    call.objects, call.parts = objects, parts  # type: ignore[attr-defined]
+    call.objects, call.parts, call.namespaces = objects, parts, namespaces  # type: ignore[attr-defined]
     return call
 
 
@@ -149,18 +159,27 @@ def test_tenants_stand_in_a_table(shown: Any) -> None:
     code, out = shown("tenants")
 
     _, alpha, beta = (line.split() for line in out.splitlines())
-    assert alpha == ["alpha", "yes", "1.5Gi", "2Gi", "-", "0", "200", "lab", "v3", "1"]
+    assert alpha == ["alpha", "yes", "1.5Gi", "2Gi", "-", "0", "200", "lab", "v3", "0"], "it does not accept any"
     assert beta == ["beta", "yes", "0", "-", "-", "0", "100", "-", "v1", "0"]
     assert code == 0
 
 
 def test_one_tenant_has_its_bytes_and_what_it_reads(shown: Any) -> None:
+    next(o for o in shown.objects if o["metadata"]["name"] == "alpha")["spec"]["acceptSharesFrom"] = ["beta"]
     code, out = shown("tenants", "alpha")
 
     assert code == 0
     assert "reads the shares team/prompt" in out.splitlines()
     assert "shares its domain with none; kvstrata who-can-read --domain lab" in out.splitlines()
     assert out.splitlines()[-1].split() == ["demo", "dram", "1.5Gi"]
+
+
+def test_what_a_tenant_reads_is_not_guessed(shown: Any) -> None:
+    shown.namespaces = None
+
+    assert shown("tenants")[1].splitlines()[1].split()[-1] == "-"
+    assert "reads shares that are not known" in shown("tenants", "alpha")[1]
+    assert json.loads(shown("tenants", "alpha", "-o", "json")[1])["readsShares"] is None
 
 
 def test_an_unknown_tenant_is_named_with_those_that_there_are(shown: Any) -> None:

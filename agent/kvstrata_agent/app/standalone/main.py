@@ -37,6 +37,7 @@ from kvstrata_api.models.pool import ANY, BLOCK_TOKENS
 from kvstrata_api.models.poolnode import KVPoolNodeStatus
 from kvstrata_api.trust import Identity
 from kvstrata_api.units import format_rounded
+from kvstrata_api.wrapping import keks_of_text
 from kvstrata_kube.certified import CertificateFiles
 from kvstrata_node import directories
 from kvstrata_telemetry import logs, tracing
@@ -161,6 +162,8 @@ class _Wanted:
 
 def _wanted(given: argparse.Namespace) -> _Wanted:
     """Read files and the machine. Changes nothing. Raises `InvalidInputError`, and `UnsupportedError`."""
+    if given.kek_file is not None:
+        _check_keks(given.kek_file)
     tokens: dict[Identity, Path] = {}
     for identity, file in map(parse_token, given.token):
         if identity in tokens:
@@ -188,10 +191,22 @@ def _wanted(given: argparse.Namespace) -> _Wanted:
     return _Wanted(manifest, source, state_dir, socket, Tokens(tokens), _fleet(given, manifest.pool.metadata.name))
 
 
+def _check_keks(file: Path) -> None:
+    """Refuse at the start what would leave encrypted tiers without a key. Raises `InvalidInputError`."""
+    try:
+        keks_of_text(file.read_text())
+    except OSError as e:
+        raise InvalidInputError(f"--kek-file {file}: {e.strerror}") from e
+    except (ValueError, InvalidInputError) as e:
+        raise InvalidInputError(f"--kek-file {file}: {e}") from e
+
+
 def _fleet(given: argparse.Namespace, pool: str) -> FleetMembership | None:
     """How this is one of a fleet; None without --connect. Raises `InvalidInputError` that names what is wrong."""
     needed = {flag: getattr(given, flag) for flag in ("peer_address", "keys_file", "tls_cert", "tls_key", "tls_ca")}
     others = {flag: getattr(given, flag) for flag in ("node", "redis_ca", "peer_encryption")}
+    if given.connect is not None and not given.connect.strip():
+        raise InvalidInputError("--connect: empty, a URL or the path of a file that holds one is wanted")
     url = given.connect or environment_url()
     if not url:
         extra = [_flag(name) for name, value in (needed | others).items() if value is not None]

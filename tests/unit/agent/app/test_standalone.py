@@ -494,6 +494,9 @@ def test_what_would_be_used_can_be_printed_and_declared(
         (["--dtype", "bf17"], "spec.compatibility.dtype"),
         (["--socket", "/" + "s" * 120], "limit 107"),
         (["--group", "no-such-group"], "--group 'no-such-group'"),
+        (["--connect", " "], "--connect: empty, a URL or the path"),
+        (["--kek-file", "/none"], "--kek-file /none: No such file"),
+        (["--kek-file", "/proc/version"], "--kek-file /proc/version: "),
     ],
 )
 def test_bad_options_are_named(
