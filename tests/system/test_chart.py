@@ -83,6 +83,10 @@ REFUSED: tuple[tuple[Object, str], ...] = (
     ({"kek": {"file": "/keks"}}, "/kek/file"),
     ({"kek": {"volume": {"hostPath": {"path": "/"}}}}, "/kek/volume': additional properties 'hostPath' not allowed"),
     ({"kek": {"volume": {"secret": {"secretName": "s"}}}}, "kek.file is missing"),
+    (
+        {"kek": {"file": "/tmp/keks", "volume": {"secret": {"secretName": "s"}}}},
+        "kek.file /tmp/keks: processes have something else mounted at /tmp",
+    ),
     ({"quickstart": {"memory": "256MB"}}, "/quickstart/memory"),
     ({"admissionPolicies": {"agentImages": "Any"}}, "/admissionPolicies/agentImages"),
     ({"unknown": 1}, "additional properties 'unknown' not allowed"),

@@ -64,7 +64,10 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replay and print; return the exit status: 1 for a failure, 2 for wrong usage."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.pool and given.filename is None:
+        parser.error(f"--pool {given.pool}: names a KVPool of -f FILE, which is missing")
     try:
         found = read_traces(given.trace, given.requests)
         for note in _notes(found):
@@ -114,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         help="percent of a trace's different blocks, or bytes such as 64Gi; default: %(default)s",
     )
     size.add_argument("-f", "--filename", type=Path, metavar="FILE", help="KVPool whose tiers and eviction are meant")
-    add("--pool", default="", help="KVPool of the file, where it declares several")
+    add("--pool", default="", help="KVPool of -f's file, where it declares several")
     add("--policy", choices=POLICIES, help="default: the pool's policy.eviction.type; both where there is no pool")
     add(
         "--hints",

@@ -12,6 +12,7 @@ from kvstrata_api.manifest_text import Placed
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.names import GROUP
 from kvstrata_api.suggestions import suggestion
+from kvstrata_api.units import format_quantity
 from kvstrata_api.validate import every_problem, parse
 from kvstrata_api.validate_structure import Problem
 from kvstrata_client.commands import install, kubectl, manifests, output
@@ -120,7 +121,9 @@ def _of_pool(pool: Json, nodes: Sequence[Json] | None) -> Iterator[tuple[str, st
     """What somebody should know of a good pool: field and words."""
     if not pool["spec"].get("nodeSelector"):
         yield "spec.nodeSelector", "not given: every node of the cluster gets an agent, and gives its memory to it"
-    yield from _crossed(cast("KVPool", parse("KVPool", pool)))
+    parsed = cast("KVPool", parse("KVPool", pool))
+    yield from _crossed(parsed)
+    yield from _beginnings(parsed)
     for one in install.of_pool(nodes, dict(pool)) if nodes is not None else ():
         field = "spec.nodeSelector" if "label" in one.mend else "spec.tiers"
         field = "spec.tolerations" if "taint" in one.what else field
@@ -135,6 +138,22 @@ def _crossed(pool: KVPool) -> Iterator[tuple[str, str]]:
             where = f"{outer.path!r} of spec.tiers[{first}].{outer.field}"
             what = f"{inner.path!r} is or holds {where}, or lies in it: each tier needs a directory of its own"
             yield f"spec.tiers[{second}].{inner.field}", what
+
+
+def _beginnings(pool: KVPool) -> Iterator[tuple[str, str]]:
+    """Tiers that scale by themselves and begin at another size than they say."""
+    for number, tier in enumerate(pool.spec.tiers):
+        if tier.autoscale is None or tier.capacity_per_node is None:
+            continue
+        least, most = tier.autoscale.min_per_node, tier.autoscale.max_per_node
+        begins = max(least, min(most, tier.capacity_per_node))
+        if begins != tier.capacity_per_node:
+            said, bounds = (
+                format_quantity(tier.capacity_per_node),
+                f"{format_quantity(least)} to {format_quantity(most)}",
+            )
+            what = f"{said} is outside of {bounds} of autoscale: the tier begins at {format_quantity(begins)}"
+            yield f"spec.tiers[{number}].capacityPerNode", what
 
 
 def _nodes(given: argparse.Namespace) -> list[Json] | None:

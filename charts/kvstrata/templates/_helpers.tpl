@@ -110,6 +110,9 @@ affinity:
 {{- if and .Values.kek.volume (not .Values.kek.file) }}
 {{- fail "kek.file is missing: the path at which processes read what kek.volume holds" }}
 {{- end }}
+{{- if and .Values.kek.volume (has (dir .Values.kek.file) (list "/tmp" "/dev/hugepages" "/run/kvstrata-memory" "/var/run/secrets/kvstrata.io")) }}
+{{- fail (printf "kek.file %s: processes have something else mounted at %s; give it a folder of its own" .Values.kek.file (dir .Values.kek.file)) }}
+{{- end }}
 {{- with .Values.kek.file }}
 - --kek-file={{ . }}
 {{- end }}

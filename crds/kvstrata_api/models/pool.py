@@ -224,7 +224,9 @@ class PoolTier(ApiModel):
     capacity_per_node: Quantity | None = Field(None, description="Bytes on each node (not RemoteFlash, Object).")
     capacity: Quantity | None = Field(None, description="Bytes in all (only RemoteFlash and Object).")
     autoscale: TierAutoscale | None = Field(
-        None, description="Let the tier grow and shrink; capacityPerNode is where it begins. HostDRAM, CXL and NVMe."
+        None,
+        description="Let the tier grow and shrink; it begins at capacityPerNode, or at the nearer bound where that is "
+        "outside. HostDRAM, CXL and NVMe.",
     )
     hbm: HbmTier | None = Field(None, description="Only for type HBM; may be left out.")
     host_dram: HostDramTier | None = Field(

@@ -181,6 +181,18 @@ def test_a_node_without_a_part_offers_nothing(capsys: pytest.CaptureFixture[str]
     assert (code, [one["field"] for one in found]) == (0, ["spec.tiers"])
 
 
+def test_a_tier_that_begins_at_another_size_than_it_says_is_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for begins, warned in (("8Gi", 0), ("16Gi", 0), ("4Gi", 1), ("64Gi", 1)):
+        scaled = f"capacityPerNode: {begins}\n    autoscale: {{minPerNode: 8Gi, maxPerNode: 16Gi}}"
+        (tmp_path / "pool.yaml").write_text(POOL.replace("capacityPerNode: 64Gi", scaled))
+        code, found = findings(capsys, "-f", str(tmp_path))
+        assert (code, len(found)) == (0, warned), begins
+    assert (found[0]["line"], found[0]["field"]) == (8, "spec.tiers[0].capacityPerNode")
+    assert found[0]["message"] == "64Gi is outside of 8Gi to 16Gi of autoscale: the tier begins at 16Gi"
+
+
 def test_a_pool_without_selector_a_key_given_twice_and_sizes_beyond_any_node_are_warned_of(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

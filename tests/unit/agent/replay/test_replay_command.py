@@ -163,3 +163,11 @@ def test_a_count_of_requests_is_a_whole_number(capsys: pytest.CaptureFixture[str
 
     assert ended.value.code == 2
     assert "whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_pool_s_name_wants_the_file_that_declares_it(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(trace), "--pool", "demo"])
+
+    assert ended.value.code == 2
+    assert "--pool demo: names a KVPool of -f FILE, which is missing" in capsys.readouterr().err
