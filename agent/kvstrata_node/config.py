@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvstrata_api import __version__
+from kvstrata_api import __version__, arguments
 from kvstrata_api.units import PAGE_BYTES
 
 PAGES_MAX: Final = 1 << 20
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--take-back-s",
-        type=_seconds,
+        type=arguments.seconds(0, DAY_S),
         default=60.0,
         help="what was added or changed goes back when no pool has wanted it for so long; default: %(default)s",
     )
@@ -116,13 +116,3 @@ def _device(text: str) -> str:
     if re.fullmatch(r"dax[0-9.*?]{1,16}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: name of a dax device wanted, such as dax0.0, dax0.* or dax*")
     return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= DAY_S:
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 0 to {DAY_S:.0f} wanted")
-    return seconds

@@ -7,16 +7,17 @@ worth sending is decided when a process is done with its part of a trace (`Kept`
 
 from __future__ import annotations
 
-import argparse
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from opentelemetry import trace
 
+from kvstrata_api import arguments
 from kvstrata_api.trace_context import OFF, recorded, trace_id_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
@@ -62,30 +63,17 @@ SENDING: Final = Sending()
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Let a command line say where spans go."""
-
-    def up_to(most: float) -> Callable[[str], float]:
-        def read(text: str) -> float:
-            try:
-                value = float(text)
-            except ValueError:
-                value = -1.0
-            if not 0.0 <= value <= most:
-                raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 to {most:g} is wanted")
-            return value
-
-        return read
-
     parser.add_argument("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
     parser.add_argument(
         "--trace-ratio",
-        type=up_to(1.0),
+        type=arguments.number(0, 1.0),
         default=SENDING.ratio,
         metavar="RATIO",
         help="send so many of all traces, 0 to 1; default: %(default)s",
     )
     parser.add_argument(
         "--trace-slow-seconds",
-        type=up_to(SLOW_S_MAX),
+        type=arguments.number(0, SLOW_S_MAX),
         default=SENDING.slow_s,
         metavar="SECONDS",
         help="what took so long is sent whatever the ratio, and errors are; default: %(default)s",

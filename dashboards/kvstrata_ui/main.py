@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvstrata_api import arguments
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.target import pool_layout
 from kvstrata_ui import boards
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status: 1 for a failure, 2 for wrong usage."""
     given = _parser().parse_args(arguments)
     try:
-        host, port = _address(given.listen)
+        host, port = given.listen
         access = Access(_token(given.token_file, host), given.host, time.monotonic, lambda: secrets.token_urlsafe(32))
         _check_charts()
         dashboards, url = _dashboards(given.dashboards), _url(given.prometheus)
@@ -72,7 +73,11 @@ def _parser() -> argparse.ArgumentParser:
         "--metadata", default="", metavar="HOST:PORT", help="a metadata service, for agents that no longer report"
     )
     parser.add_argument(
-        "--listen", default=LISTEN, metavar="HOST:PORT", help="port 0: a free one; default: %(default)s"
+        "--listen",
+        type=arguments.address,
+        default=LISTEN,
+        metavar="HOST:PORT",
+        help="port 0: a free one; default: %(default)s",
     )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="what a browser has to give; needed off the loopback address"
@@ -85,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a name of this server besides addresses; repeatable",
     )
     parser.add_argument(
-        "--scrape-interval-s", type=_seconds, default=15.0, metavar="S", help="of that Prometheus; default: %(default)g"
+        "--scrape-interval-s",
+        type=arguments.seconds(0.1, 3_600),
+        default=15.0,
+        metavar="S",
+        help="of that Prometheus; default: %(default)g",
     )
     prefixes = parser.add_argument_group(
         "prefixes", "What tenants have cached, asked of agents of this machine with the tenants' own tokens."
@@ -117,20 +126,6 @@ def _check_charts() -> None:
             "the chart library is missing: `python hack/page_build.py` in the source tree, which needs npm, fetches "
             "it; a wheel built there has it"
         )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 3_600:
-        raise argparse.ArgumentTypeError(f"{text}: from 0.1 to 3600 seconds")
-    return value
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and int(port) < 65_536):
-        raise InvalidInputError(f"--listen {text!r}: HOST:PORT is wanted, as {LISTEN}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _url(text: str) -> str:

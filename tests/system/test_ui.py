@@ -358,12 +358,12 @@ def test_nothing_else_is_passed_on(ui: str, path: str, status: int) -> None:
     ("options", "said"),
     [
         (("--listen", "0.0.0.0:0"), "--listen 0.0.0.0: others can reach it, so --token-file is needed"),
-        (("--listen", "9108"), "HOST:PORT is wanted"),
+        (("--listen", "9108"), "argument --listen: '9108': HOST:PORT wanted"),
         (("--prometheus", "ftp://x"), "--prometheus 'ftp://x': a URL is wanted"),
         (("--dashboards", "/nonexistent"), "--dashboards /nonexistent: no dashboard is there"),
         (("--token-file", "/nonexistent"), "--token-file /nonexistent"),
         (("--agent", "/x"), "--agent, --tenant and --pool belong together"),
-        (("--scrape-interval-s", "0"), "from 0.1 to 3600 seconds"),
+        (("--scrape-interval-s", "0"), "seconds from 0.1 to 3600 wanted"),
     ],
 )
 def test_wrong_usage_says_what_is_wanted(

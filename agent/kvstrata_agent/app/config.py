@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata_api import __version__, names
+from kvstrata_api import __version__, arguments, names
 from kvstrata_native.offload import KERNELS, REFERENCE
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.tracing import Sending
@@ -104,10 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--kubeconfig", type=Path, help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
     add("--metrics-host", default="127.0.0.1", help="default: %(default)s")
-    add("--metrics-port", type=port_number, default=9100, help="0: any free one; default: %(default)s")
+    add("--metrics-port", type=arguments.port, default=9100, help="0: any free one; default: %(default)s")
     add(
         "--peer-address",
-        type=address,
+        type=arguments.address,
         default=("127.0.0.1", 0),
         help="HOST:PORT where other agents reach this one, port 0 for any free one; default: 127.0.0.1:0",
     )
@@ -151,19 +151,3 @@ def add_offload(parser: argparse.ArgumentParser) -> None:
         f"{KERNELS} (this processor), or the path of a library with that interface; default: $KVSTRATA_OFFLOAD or "
         f"{REFERENCE}",
     )
-
-
-def port_number(text: str) -> int:
-    """Read a port; of the command line. Raises `ArgumentTypeError`."""
-    number = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r}: a port is 0 to 65535")
-    return number
-
-
-def address(text: str) -> tuple[str, int]:
-    """Read HOST:PORT; of the command line. Raises `ArgumentTypeError`."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host:
-        raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT wanted")
-    return host.strip("[]"), port_number(port)

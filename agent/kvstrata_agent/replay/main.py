@@ -15,7 +15,8 @@ from kvstrata_agent.replay.chains import Trace
 from kvstrata_agent.replay.planning import rules_of
 from kvstrata_agent.replay.reuse_aware import Hints, ReuseAware
 from kvstrata_agent.replay.tiers import Ours, Rules
-from kvstrata_agent.replay.traces import Found, TraceError, read_traces
+from kvstrata_agent.replay.traces import REQUESTS_MAX, Found, TraceError, read_traces
+from kvstrata_api import arguments
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.models.pool import KVPool
@@ -129,15 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     bytes_ = parser.add_mutually_exclusive_group()
     bytes_.add_argument("--token-bytes", metavar="BYTES", help="KV of one token on a node, for sizes in bytes")
     bytes_.add_argument("--layout", type=Path, help="instead: JSON file with the fields of kvstrata_api.blocks.Layout")
-    add("--requests", type=_count, metavar="N", help="only the first N requests of each trace")
+    add(
+        "--requests", type=arguments.whole(1, REQUESTS_MAX), metavar="N", help="only the first N requests of each trace"
+    )
     return parser
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of 1 or more is wanted")
-    return int(text)
 
 
 def _size(text: str) -> Size:

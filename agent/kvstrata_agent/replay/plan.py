@@ -16,7 +16,8 @@ from kvstrata_agent.replay.chains import Trace
 from kvstrata_agent.replay.hardware import METRICS, Hardware, Sample
 from kvstrata_agent.replay.planning import Estimate, Fleet, Inversion, Plan, Tried
 from kvstrata_agent.replay.reuse_aware import Hints
-from kvstrata_agent.replay.traces import read_traces
+from kvstrata_agent.replay.traces import REQUESTS_MAX, read_traces
+from kvstrata_api import arguments
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.units import format_rounded
 from kvstrata_client.commands import output, top
@@ -26,9 +27,8 @@ PROGRAM: Final = "kvstrata plan"
 REQUESTS: Final = 2000
 SIZE_STEPS: Final = 5
 """Halvings of a search for the load, for each choice of sizes."""
-LEAST: Final = 1e-9
-"""Of a rate and of a goal: beyond these bounds times of the simulation are no numbers any more."""
-MOST: Final = 1e9
+_POSITIVE: Final = arguments.number(1e-9, 1e9)
+"""A rate or a goal: beyond these bounds times of the simulation are no numbers any more."""
 _CHANGES: Final = 12
 """Choices of sizes that the table shows."""
 
@@ -72,10 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", type=Path, required=True, metavar="FILE", help="YAML: what GPUs and tiers can do, have and cost")
     add("--against", type=Path, metavar="FILE", help="another KVPool: both, and the difference")
     add("--pool", default="", help="KVPool of the files, where they declare several")
-    add("--goal-s", type=_positive, default=2.0, metavar="S", help="99 %% of first tokens come within it; default: 2")
-    add("--rate", type=_positive, metavar="N", help="requests a second of one GPU, instead of the highest at the goal")
-    add("--fleet-rate", type=_positive, metavar="N", help="requests a second of all: also say how many GPUs they need")
-    add("--requests", type=_count, default=REQUESTS, metavar="N", help="only the first N; default: %(default)s")
+    add("--goal-s", type=_POSITIVE, default=2.0, metavar="S", help="99 %% of first tokens come within it; default: 2")
+    add("--rate", type=_POSITIVE, metavar="N", help="requests a second of one GPU, instead of the highest at the goal")
+    add("--fleet-rate", type=_POSITIVE, metavar="N", help="requests a second of all: also say how many GPUs they need")
+    add(
+        "--requests",
+        type=arguments.whole(1, REQUESTS_MAX),
+        default=REQUESTS,
+        metavar="N",
+        help="only the first N; default: %(default)s",
+    )
     add(
         "--hints",
         choices=[hints.value for hints in Hints],
@@ -94,23 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--write", type=Path, metavar="FILE", help="write the changed KVPool there")
     output.add_option(parser)
     return parser
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of 1 or more is wanted")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not LEAST <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number from {LEAST:g} to {MOST:g} is wanted")
-    return value
 
 
 def _run(given: argparse.Namespace) -> None:

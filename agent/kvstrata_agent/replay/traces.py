@@ -53,6 +53,7 @@ RECORDINGS: Final = {
     "lmcache-agents": "LMCache agents",
 }
 """What `bench.autoscale` and `bench.reuse` replay: the name in their figures, and its format."""
+REQUESTS_MAX: Final = 1_000_000_000
 TOKENS_MAX: Final = 1 << 40
 """Of one request."""
 AGENTS_DEEP_MAX: Final = 64

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvstrata_api import arguments
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import format_rounded, parse_quantity
 from kvstrata_client.commands import output
@@ -55,18 +56,17 @@ def options(found: argparse.ArgumentParser) -> None:
     """Options of the command."""
     found.epilog = "example: kvstrata capacity Llama-3-70B/config.json --tokens 131072 --capacity 512Gi"
     found.add_argument("config", type=Path, help="config.json of a model, or its folder")
-    found.add_argument("--tokens", type=_tokens, default=131_072, help="of one context; default: %(default)s")
+    found.add_argument(
+        "--tokens",
+        type=arguments.whole(1, TOKENS_MAX, "a number of tokens"),
+        default=131_072,
+        help="of one context; default: %(default)s",
+    )
     found.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), help="of the cache; default: the model's")
     found.add_argument("--tp-size", type=int, default=1, help="ranks that share the heads; default: %(default)s")
     found.add_argument("--capacity", action="append", default=[], help="of a tier, such as 512Gi; may be given again")
     output.add_option(found)
     found.set_defaults(run=_capacity)
-
-
-def _tokens(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= TOKENS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of tokens from 1 to {TOKENS_MAX} wanted")
-    return int(text)
 
 
 def _capacity(given: argparse.Namespace) -> int:

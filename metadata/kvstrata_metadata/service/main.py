@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstrata_api import __version__, names
+from kvstrata_api import __version__, arguments, names
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.units import MIB
 from kvstrata_metadata.duties.sweeper import SWEEP_S
@@ -24,6 +24,7 @@ from kvstrata_telemetry.tracing import Sending
 _log = logging.getLogger(__name__)
 
 SECONDS_MAX: Final = 1_000_000
+MEMORY_MIB_MAX: Final = 1 << 24
 EXTERNAL_VARIABLES = {
     "url": "KVSTRATA_REDIS_URL",
     "username": "KVSTRATA_REDIS_USERNAME",
@@ -69,14 +70,17 @@ def _parser() -> argparse.ArgumentParser:
     redis.add_argument(
         "--redis-host", default="127.0.0.1", help="address that the embedded server binds; default: %(default)s"
     )
-    redis.add_argument("--redis-port", type=int, default=0, help="0: any free one; default: %(default)s")
+    redis.add_argument("--redis-port", type=arguments.port, default=0, help="0: any free one; default: %(default)s")
     redis.add_argument(
         "--redis-advertise",
         default=os.environ.get("POD_IP", ""),
         help="host in the agents' Secret; default: $POD_IP",
     )
     redis.add_argument(
-        "--redis-memory-mib", type=int, default=1024, help="where it refuses announcements; default: %(default)s"
+        "--redis-memory-mib",
+        type=arguments.whole(1, MEMORY_MIB_MAX),
+        default=1024,
+        help="where it refuses announcements; default: %(default)s",
     )
     kubernetes = parser.add_argument_group("kubernetes")
     kubernetes.add_argument("--kubeconfig", type=Path, help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
@@ -86,16 +90,26 @@ def _parser() -> argparse.ArgumentParser:
         help="of Leases and the Secret; default: $POD_NAMESPACE or %(default)s",
     )
     kubernetes.add_argument(
-        "--lease-duration-s", type=float, default=10.0, help="a silent leader is replaced after this; %(default)s"
+        "--lease-duration-s",
+        type=arguments.seconds(1, SECONDS_MAX),
+        default=10.0,
+        help="a silent leader is replaced after this; %(default)s",
     )
     kubernetes.add_argument(
         "--identity", default=_identity(), help="names this replica; default: $POD_NAME or host and pid"
     )
     kubernetes.add_argument("--without-kubernetes", action="store_true", help="no Leases, no Secret: heartbeats only")
     parser.add_argument("--metrics-host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=int, default=9102, help="0: any free one; default: %(default)s")
+    parser.add_argument(
+        "--metrics-port", type=arguments.port, default=9102, help="0: any free one; default: %(default)s"
+    )
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, once agents can use the directory")
-    parser.add_argument("--sweep-s", type=float, default=SWEEP_S, help="seconds between sweeps; default: %(default)s")
+    parser.add_argument(
+        "--sweep-s",
+        type=arguments.seconds(0.001, SECONDS_MAX),
+        default=SWEEP_S,
+        help="seconds between sweeps; default: %(default)s",
+    )
     parser.add_argument("--log-level", type=str.lower, default="info", choices=("debug", "info", "warning", "error"))
     tracing.add_arguments(parser)
     return parser
@@ -106,15 +120,6 @@ def options_of(given: argparse.Namespace, environment: Mapping[str, str]) -> Opt
     is_embedded = given.redis == "embedded"
     if is_embedded and given.state_dir is None:
         raise InvalidInputError("--redis embedded needs --state-dir")
-    if given.redis_memory_mib <= 0:
-        raise InvalidInputError(f"--redis-memory-mib {given.redis_memory_mib}: at least 1 is wanted")
-    for option, port in (("--redis-port", given.redis_port), ("--metrics-port", given.metrics_port)):
-        if not 0 <= port < 1 << 16:
-            raise InvalidInputError(f"{option} {port}: 0 to 65535 is wanted")
-    if not 0 < given.sweep_s <= SECONDS_MAX:
-        raise InvalidInputError(f"--sweep-s {given.sweep_s:g}: above 0, and {SECONDS_MAX} at most, is wanted")
-    if not 1 <= given.lease_duration_s <= SECONDS_MAX:
-        raise InvalidInputError(f"--lease-duration-s {given.lease_duration_s:g}: 1 to {SECONDS_MAX} is wanted")
     values = {key: environment.get(variable, "") for key, variable in EXTERNAL_VARIABLES.items()}
     return Options(
         embedded=_embedded(given) if is_embedded else None,

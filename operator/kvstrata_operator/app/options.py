@@ -9,13 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from kvstrata_api import __version__, names
+from kvstrata_api import __version__, arguments, names
 from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_operator.observe.world import Setting
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.tracing import Sending
 
-SECONDS_MAX: Final = 100 * 365 * 86_400
+_SECONDS: Final = arguments.seconds(1, 100 * 365 * 86_400)
 """Dates of certificates that end later cannot be written."""
 
 
@@ -74,14 +74,16 @@ def _parser() -> argparse.ArgumentParser:
         help="of Secrets, Leases and ConfigMaps; default: $POD_NAMESPACE or %(default)s",
     )
     parser.add_argument("--metrics-host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=_port, default=9101, help="0: any free one; default: %(default)s")
+    parser.add_argument(
+        "--metrics-port", type=arguments.port, default=9101, help="0: any free one; default: %(default)s"
+    )
     parser.add_argument("--ready-file", type=Path, help="written, as JSON, once the process listens")
     parser.add_argument(
-        "--lease-duration-s", type=_seconds, default=10.0, help="a silent leader is replaced after this; %(default)s"
+        "--lease-duration-s", type=_SECONDS, default=10.0, help="a silent leader is replaced after this; %(default)s"
     )
-    parser.add_argument("--resync-s", type=_seconds, default=60.0, help="between complete lists; %(default)s")
+    parser.add_argument("--resync-s", type=_SECONDS, default=60.0, help="between complete lists; %(default)s")
     parser.add_argument(
-        "--heartbeat-s", type=_seconds, default=5.0, help="polling interval of agents' Leases; %(default)s"
+        "--heartbeat-s", type=_SECONDS, default=5.0, help="polling interval of agents' Leases; %(default)s"
     )
     parser.add_argument(
         "--socket-template",
@@ -130,15 +132,15 @@ def _add_certificates(parser: argparse.ArgumentParser) -> None:
         help=f"own: make and replace Secret {names.CA_NAMESPACE}/{names.CA_SECRET}; external: somebody else does, "
         "such as cert-manager; default: %(default)s",
     )
-    group.add_argument("--authority-life-s", type=_seconds, default=365 * 86_400.0, help="of our own; %(default)s")
+    group.add_argument("--authority-life-s", type=_SECONDS, default=365 * 86_400.0, help="of our own; %(default)s")
     group.add_argument(
         "--authority-settle-s",
-        type=_seconds,
+        type=_SECONDS,
         default=120.0,
         help="a new authority is trusted for so long before it signs; %(default)s",
     )
     group.add_argument(
-        "--certificate-life-s", type=_seconds, default=86_400.0, help="of what it signs; default: %(default)s"
+        "--certificate-life-s", type=_SECONDS, default=86_400.0, help="of what it signs; default: %(default)s"
     )
     group.add_argument(
         "--require-bound-tokens", action="store_true", help="sign for agents that run as pods on their node alone"
@@ -161,23 +163,6 @@ def _issuance(given: argparse.Namespace) -> Issuance:
         makes_authority=given.authority == "own",
         redis_hosts=tuple(given.redis_host),
     )
-
-
-def _port(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r}: a port is 0 to 65535")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1.0 <= seconds <= SECONDS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 1 to {SECONDS_MAX} are wanted")
-    return seconds
 
 
 def _identity() -> str:

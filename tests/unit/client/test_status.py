@@ -105,14 +105,17 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """What a command prints, and its exit status, of a cluster."""
     objects, parts, namespaces = cluster(), list(PARTS), [*NAMESPACES]
     monkeypatch.setattr(Kubectl, "of", classmethod(lambda cls, *_: cls(("kubectl",))))
-    monkeypatch.setattr(doctor, "observe", lambda _, namespace: Seen(NOW, objects, parts, namespace, call.namespaces))
 
     def call(*arguments: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as end:
             main(arguments)
         return int(end.value.code or 0), "".join(capsys.readouterr())
 
+    def observe(_: Kubectl, namespace: str) -> Seen:
+        return Seen(NOW, objects, parts, namespace, call.namespaces)  # type: ignore[attr-defined]
+
     call.objects, call.parts, call.namespaces = objects, parts, namespaces  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor, "observe", observe)
     return call
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ def said(text: str) -> list[tuple[str, list[str]]]:
 
 PAGES = [page for page in docs_build.packed() if not page.as_posix().startswith(("docs/reference/", "bench/"))]
 """Not what is made from the commands themselves, and not tables whose columns are called like commands."""
+
+
+def test_the_layers_of_the_page_are_those_that_the_contracts_hold() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    page = (ROOT / "docs/architecture.md").read_text()
+    for contract in (c for c in contracts if c.get("containers")):
+        (package,) = contract["containers"]
+        layers = " > ".join("`" + layer.replace("|", r"\|") + "`" for layer in contract["layers"])
+        assert contract["exhaustive"], package
+        assert f"| `{package}` | {layers} |" in page.splitlines()
 
 
 def test_commands_and_options_that_pages_name_exist() -> None:

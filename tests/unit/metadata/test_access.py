@@ -1,5 +1,7 @@
 """Addresses, credentials, roles and the command line, parsed at the edge."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,9 +105,14 @@ def test_external_needs_a_url_and_embedded_a_directory() -> None:
         ("--metrics-port", "-1"),
     ],
 )
-def test_numbers_out_of_bounds_are_refused_by_option_and_value(option: str, value: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{option} {value}: .* is wanted"):
-        options_of(_parser().parse_args(["--state-dir", "x", option, value]), {})
+def test_numbers_out_of_bounds_are_refused_by_option_and_value(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args([f"{option}={value}"])
+
+    assert ended.value.code == 2
+    assert re.search(f"argument {option}: '{value}': .* from .* to .* wanted", capsys.readouterr().err)
 
 
 AGENT_COMMANDS = {

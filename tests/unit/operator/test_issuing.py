@@ -189,7 +189,7 @@ def test_a_port_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         options.parse(["--metrics-port", value])
 
-    assert f"--metrics-port: '{value}': a port is 0 to 65535" in capsys.readouterr().err
+    assert f"--metrics-port: '{value}': a port from 0 to 65535 wanted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--certificate-life-s", "--authority-life-s", "--resync-s"])
@@ -201,7 +201,7 @@ def test_lives_out_of_bounds_are_refused_by_option_and_value(
         options.parse([option, value])
 
     assert ended.value.code == 2
-    assert f"{option}: '{value}': seconds from 1 to 3153600000 are wanted" in capsys.readouterr().err
+    assert f"{option}: '{value}': seconds from 1 to 3153600000 wanted" in capsys.readouterr().err
 
 
 def test_only_an_authority_that_signs_itself_is_read() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any, Final
 
-from kvstrata_agent.app.config import Config, add_offload, address, port_number
+from kvstrata_agent.app.config import Config, add_offload
 from kvstrata_agent.app.main import run_until_signal
 from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.app.standalone import defaults, keys
@@ -30,7 +30,7 @@ from kvstrata_agent.app.standalone.fleet import (
 from kvstrata_agent.app.standalone.manifests import NODE, Manifest
 from kvstrata_agent.app.standalone.world import KEYS_FILE, Source, StandaloneWorld
 from kvstrata_agent.serve.server import check_free
-from kvstrata_api import names
+from kvstrata_api import arguments, names
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.models.base import NAME_PATTERN
 from kvstrata_api.models.pool import ANY, BLOCK_TOKENS
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fleet(parser)
     add("--memory-dir", type=Path, help="directory on a tmpfs, where memory tiers outlive the agent; default: none")
     add_offload(parser)
-    add("--metrics-port", type=port_number, default=0, help="of 127.0.0.1; default: any free one")
+    add("--metrics-port", type=arguments.port, default=0, help="of 127.0.0.1; default: any free one")
     add("--ready-file", type=Path, help="written, as JSON, once engines are served")
     tracing.add_arguments(parser)
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="default: %(default)s")
@@ -130,7 +130,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         f"${URL_VARIABLE}. Arguments are readable by every user: keep a password in the file or the variable",
     )
     add("--node", help="name of this member; default: the host's name")
-    add("--peer-address", type=address, metavar="HOST:PORT", help="where other members reach this one")
+    add("--peer-address", type=arguments.address, metavar="HOST:PORT", help="where other members reach this one")
     add("--keys-file", type=Path, help="base64 of 32 bytes, the same at each member: keys of scopes derive from it")
     add(
         "--tls-cert",

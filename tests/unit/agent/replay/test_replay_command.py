@@ -162,7 +162,7 @@ def test_a_count_of_requests_is_a_whole_number(capsys: pytest.CaptureFixture[str
         main([str(trace), "--requests", requests])
 
     assert ended.value.code == 2
-    assert "whole number of 1 or more" in capsys.readouterr().err
+    assert "a whole number from 1 to 1000000000 wanted" in capsys.readouterr().err
 
 
 def test_a_pool_s_name_wants_the_file_that_declares_it(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
