@@ -27,10 +27,10 @@ Samples = Sequence[tuple[Mapping[str, str], float]]
 
 QUERIES: Final = {
     "sessions": "sum by (pool, node, state) (kvstrata_sessions) > 0",
-    "moved": "sum by (pool, source, target) (rate(kvstrata_moved_bytes_total[1m])) > 0",
-    "asked": "sum by (tenant) (rate(kvstrata_lookup_blocks_total[1m]))",
+    "moved": "sum by (pool, source, target) (rate(kvstrata_moved_bytes_total[5m])) > 0",
+    "asked": "sum by (tenant) (rate(kvstrata_lookup_blocks_total[5m]))",
 }
-"""Instant queries by what they are for."""
+"""Instant queries by what they are for. Rates are of five minutes, as Prometheus asks once a minute by default."""
 TIMEOUT_S: Final = 10.0
 _INTERVALS_S: Final = (1.0, 3_600.0)
 
