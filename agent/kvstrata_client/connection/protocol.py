@@ -4,7 +4,7 @@ Splits the agent's byte stream into replies and gives each its descriptors.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
@@ -35,7 +35,7 @@ class Arrival:
 
 
 class ReplyReader:
-    """Takes chunks as they come from the socket and returns the replies that are complete.
+    """Takes chunks as they come from the socket and yields the replies that are complete.
 
     Linux delivers descriptors no later than the first byte of the message that they were sent with, and never
     merges two messages that carry some, so a queue keeps them in step with the frames (man 7 unix).
@@ -45,20 +45,24 @@ class ReplyReader:
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
 
-    def feed(self, chunk: bytes, fds: Sequence[int] = ()) -> list[Arrival]:
-        """Add a chunk. Raises `InvalidInputError` for a stream that is none of ours; the connection is void then."""
+    def feed(self, chunk: bytes, fds: Sequence[int] = ()) -> Iterator[Arrival]:
+        """Add a chunk. Replies are cut out of the stream as they are asked for; descriptors of the others stay here.
+
+        The iterator raises `InvalidInputError` for a stream that is none of ours; the connection is void then.
+        """
         self._buffer += chunk
         self._fds.extend(fds)
-        arrivals = []
-        while (body := self._next_body()) is not None:
-            arrivals.append(self._arrival(wire.decode_reply(body)))
-        return arrivals
+        return self._arrivals()
 
     def unclaimed_fds(self) -> list[int]:
         """Hand over descriptors that no reply has asked for, to be closed."""
         left = list(self._fds)
         self._fds.clear()
         return left
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        while (body := self._next_body()) is not None:
+            yield self._arrival(wire.decode_reply(body))
 
     def _next_body(self) -> bytes | None:
         buffer = self._buffer
@@ -174,10 +178,14 @@ class Protocol:
     def receive(self, chunk: bytes, fds: Sequence[int] = ()) -> bytes:
         """Take a chunk; return what must be sent in consequence.
 
-        Raises `InvalidInputError` for a malformed stream; the caller then calls `lose`.
+        Raises `InvalidInputError` for a malformed stream, and why the connection is over where it is; the caller then
+        calls `lose`.
         """
+        arrivals = self._reader.feed(chunk, fds)
+        if self.lost is not None:
+            raise self.lost
         followups: list[Call[Any]] = []
-        for arrival in self._reader.feed(chunk, fds):
+        for arrival in arrivals:
             followups += self._settle(arrival)
         return self.send(followups, is_awaited=False)[1] if followups else b""
 

@@ -88,8 +88,8 @@ def test_descriptors_go_to_the_replies_that_grant_extents_in_order() -> None:
     reader = ReplyReader()
     grants = wire.Reserved(2, 1, (), (EXTENT, EXTENT), 1, 1.0)
     stream = wire.encode(wire.Done(1, 1)) + wire.encode(grants) + wire.encode(wire.Acquired(3, 1, (), (EXTENT,), 1))
-    early = reader.feed(stream[:40], (10, 11))
-    late = reader.feed(stream[40:], (12,))
+    early = list(reader.feed(stream[:40], (10, 11)))
+    late = list(reader.feed(stream[40:], (12,)))
 
     assert [(a.reply.id, a.fds) for a in [*early, *late]] == [(1, ()), (2, (10, 11)), (3, (12,))]
     assert reader.unclaimed_fds() == []
@@ -97,13 +97,12 @@ def test_descriptors_go_to_the_replies_that_grant_extents_in_order() -> None:
 
 def test_a_grant_without_its_descriptor_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="grants 1 extents, 0 descriptors came"):
-        ReplyReader().feed(wire.encode(wire.Acquired(3, 1, (), (EXTENT,), 1)))
+        list(ReplyReader().feed(wire.encode(wire.Acquired(3, 1, (), (EXTENT,), 1))))
 
 
 def test_descriptors_of_an_unfinished_reply_can_be_closed() -> None:
     reader = ReplyReader()
-    reader.feed(wire.encode(wire.Acquired(3, 1, (), (EXTENT,), 1))[:7], (10,))
-
+    assert list(reader.feed(wire.encode(wire.Acquired(3, 1, (), (EXTENT,), 1))[:7], (10,))) == []
     assert reader.unclaimed_fds() == [10]
 
 
@@ -111,7 +110,7 @@ def test_descriptors_of_an_unfinished_reply_can_be_closed() -> None:
 def test_a_stream_that_is_none_of_ours_is_refused_or_waited_for(noise: bytes) -> None:
     reader = ReplyReader()
     try:
-        arrivals = reader.feed(noise)
+        arrivals = list(reader.feed(noise))
     except InvalidInputError:
         return
     assert arrivals == [] or len(noise) > 4
@@ -232,6 +231,49 @@ def test_after_a_loss_every_call_has_its_absent_answer_and_nothing_is_open() -> 
     assert [a.value for a in protocol.take(ids, asked)] == [Prefix(), ()]
     with pytest.raises(AgentAwayError, match="gone"):
         protocol.send(asked)
+
+
+UNMAPPABLE = wire.ExtentGrant(4, 1 << 60, is_writable=False)
+FRAMES_THAT_FAIL = {
+    "cannot be mapped": wire.encode(wire.Acquired(1, 1, (), (UNMAPPABLE,), 1)),
+    "malformed": b"\0\0\0\2\xc1\xc1",
+}
+
+
+@pytest.mark.parametrize("failing", FRAMES_THAT_FAIL.values(), ids=FRAMES_THAT_FAIL)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_every_descriptor_of_a_chunk_is_closed_or_handed_over_when_one_of_its_frames_fails(
+    failing: bytes, *, is_first: bool
+) -> None:
+    protocol, good = Protocol(64, 1), wire.encode(wire.Acquired(2, 1, (), (EXTENT,), 1))
+    fds = [extent_fd() for _ in range(2)]
+    with pytest.raises(InvalidInputError) as refused:
+        protocol.receive(failing + good if is_first else good + failing, fds)
+    for fd in protocol.lose(refused.value):
+        os.close(fd)
+
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_an_answer_counts_that_came_in_one_chunk_with_a_malformed_frame_behind_it() -> None:
+    protocol, asked = Protocol(64, 1), (calls.stats(TARGET),)
+    ids, _ = sent(protocol, *asked)
+    with pytest.raises(InvalidInputError) as refused:
+        protocol.receive(wire.encode(wire.Text(ids[0], 1, '{"a": 1}')) + FRAMES_THAT_FAIL["malformed"])
+    protocol.lose(refused.value)
+
+    assert [a.value for a in protocol.take(ids, asked)] == ['{"a": 1}']
+
+
+def test_descriptors_that_were_read_while_the_connection_ended_are_handed_over_as_well() -> None:
+    protocol = Protocol(64, 1)
+    protocol.lose(AgentAwayError("gone"))
+    with pytest.raises(AgentAwayError, match="gone"):
+        protocol.receive(wire.encode(wire.Acquired(1, 1, (), (EXTENT,), 1))[:6], (10,))
+
+    assert protocol.lose(AgentAwayError("later")) == [10]
 
 
 def test_requests_under_way_are_bounded() -> None:
