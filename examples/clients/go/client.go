@@ -182,12 +182,12 @@ func (c *Client) Load(tokens []uint32, deadline time.Duration) ([][]byte, error)
 
 // Leases are the right to read leading blocks of a prompt, for a time.
 type Leases struct {
-	of    *connection
-	keys  [][]byte
-	ids   []any
-	slots [][]byte
-	sums  [][]byte
-	uses  [][2]uint64 // Epoch and stamp.
+	of     *connection
+	keys   [][]byte
+	ids    []any
+	places [][2]uint64 // Extent and offset.
+	sums   [][]byte
+	uses   [][2]uint64 // Epoch and stamp.
 }
 
 // Blocks is how many were leased.
@@ -216,7 +216,8 @@ func (c *Client) acquire(from *connection, keys [][]byte, lease, deadline time.D
 	epoch := at[uint64](found, 3)
 	for _, item := range at[[]any](found, 1) {
 		block := nested(item)
-		slot, err := from.slot(at[uint64](block, 1), at[uint64](block, 2), false)
+		place := [2]uint64{at[uint64](block, 1), at[uint64](block, 2)}
+		_, err := from.slot(place[0], place[1], false)
 		if err == nil && (len(at[[]byte](block, 4)) != checksumBytes || len(leases.ids) == len(keys)) {
 			err = errMalformed
 		}
@@ -228,7 +229,7 @@ func (c *Client) acquire(from *connection, keys [][]byte, lease, deadline time.D
 			use[0] = own
 		}
 		leases.ids = append(leases.ids, at[uint64](block, 0))
-		leases.slots = append(leases.slots, slot)
+		leases.places = append(leases.places, place)
 		leases.sums = append(leases.sums, at[[]byte](block, 4))
 		leases.uses = append(leases.uses, use)
 	}
@@ -250,8 +251,13 @@ func (c *Client) finish(leases *Leases) ([][]byte, error) {
 		return nil, ErrLost // They ended with their connection, and so did its memory.
 	}
 	var read [][]byte
-	suspects := []any{}
-	for i, slot := range leases.slots {
+	suspects, isLost := []any{}, false
+	for i, place := range leases.places {
+		slot, err := leases.of.slot(place[0], place[1], false)
+		if err != nil { // The extent has gone, and the lease with it.
+			isLost = true
+			break
+		}
 		block := append([]byte(nil), slot...)
 		if Checksum(block, leases.keys[i], leases.uses[i][0], leases.uses[i][1]) != [16]byte(leases.sums[i]) {
 			suspects = append(suspects, leases.ids[i])
@@ -263,7 +269,7 @@ func (c *Client) finish(leases *Leases) ([][]byte, error) {
 	if err != nil {
 		return nil, c.settled(err)
 	}
-	if at[uint64](ended, 1) < uint64(len(leases.ids)) {
+	if isLost || at[uint64](ended, 1) < uint64(len(leases.ids)) {
 		return nil, ErrLost
 	}
 	if len(suspects) > 0 {

@@ -63,8 +63,7 @@ type connection struct {
 	secret     []byte
 	blockBytes int
 	renewAt    time.Time
-	extents    map[uint64]*extent
-	replaced   []*extent
+	extents    map[uint64]*extent // Slots are looked up in it when they are used, for any answer may take one away.
 }
 
 type extent struct {
@@ -247,9 +246,7 @@ func (c *connection) install(found answer) error {
 		if err != nil {
 			return err
 		}
-		if old := c.extents[number]; old != nil {
-			c.replaced = append(c.replaced, old) // A lease may be of it.
-		}
+		c.forget(number)
 		c.extents[number] = &extent{memory, isWritable}
 	}
 	gone := 4
@@ -258,15 +255,20 @@ func (c *connection) install(found answer) error {
 	}
 	for _, item := range at[[]any](found, gone) {
 		number, _ := item.(uint64)
-		if old := c.extents[number]; old != nil {
-			delete(c.extents, number)
-			_ = syscall.Munmap(old.memory)
-		}
+		c.forget(number)
 	}
 	return nil
 }
 
-// slot is the memory of one block.
+// forget unmaps an extent, if it is there.
+func (c *connection) forget(number uint64) {
+	if old := c.extents[number]; old != nil {
+		delete(c.extents, number)
+		_ = syscall.Munmap(old.memory)
+	}
+}
+
+// slot is the memory of one block, until the next request is asked.
 func (c *connection) slot(number, offset uint64, isWritable bool) ([]byte, error) {
 	found, size := c.extents[number], uint64(c.blockBytes)
 	if found == nil || isWritable && !found.isWritable {
@@ -284,11 +286,8 @@ func (c *connection) close() {
 	for _, fd := range c.fds {
 		_ = syscall.Close(fd)
 	}
-	for _, old := range c.replaced {
-		_ = syscall.Munmap(old.memory)
+	for number := range c.extents {
+		c.forget(number)
 	}
-	for _, old := range c.extents {
-		_ = syscall.Munmap(old.memory)
-	}
-	c.fds, c.replaced, c.extents = nil, nil, nil
+	c.fds = nil
 }
