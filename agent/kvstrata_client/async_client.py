@@ -348,9 +348,14 @@ class AsyncClient:
 
     async def _keep(self) -> None:
         steps = lifecycle(self.target, random.Random())
-        outcome: Any = None
+        step = next(steps)
         while True:
-            outcome = await self._do(steps.send(outcome))
+            try:
+                outcome = await self._do(step)
+            except Exception as e:  # noqa: BLE001  The life cycle goes on with another connection.
+                step = steps.throw(e)
+            else:
+                step = steps.send(outcome)
 
     async def _do(self, step: LifecycleStep) -> Any:
         match step:
@@ -373,15 +378,16 @@ class AsyncClient:
         return None
 
     async def _connect(self) -> KvStrataError | None:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connected.setblocking(False)  # noqa: FBT003  The standard library's signature.
-        try:
-            async with asyncio.timeout(self.target.move_timeout_s):
-                await asyncio.get_running_loop().sock_connect(connected, os.fspath(self.target.socket))
-        except (OSError, TimeoutError) as e:
-            connected.close()
-            return AgentAwayError(f"{self.target.socket}: {e}")
-        self._candidate = AsyncLink(self.target, connected, next(self._serials))
+        with contextlib.ExitStack() as unused:
+            try:
+                connected = unused.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                connected.setblocking(False)  # noqa: FBT003  The standard library's signature.
+                async with asyncio.timeout(self.target.move_timeout_s):
+                    await asyncio.get_running_loop().sock_connect(connected, os.fspath(self.target.socket))
+                self._candidate = AsyncLink(self.target, connected, next(self._serials))
+            except OSError as e:  # Of the agent, or of this process, which may have no descriptor left.
+                return AgentAwayError(f"{self.target.socket}: {e}")
+            unused.pop_all()
         return None
 
     def _drop(self, reason: KvStrataError) -> None:

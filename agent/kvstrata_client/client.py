@@ -1,12 +1,12 @@
 """The blocking client: every verb answers within its deadline, as if nothing were cached when the agent is away."""
 
+import contextlib
 import itertools
 import os
 import random
 import socket
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -383,9 +383,14 @@ class Client:
 
     def _keep(self) -> None:
         steps = lifecycle(self.target, random.Random())
-        outcome: Any = None
+        step = next(steps)
         while not self._closing.is_set():
-            outcome = self._do(steps.send(outcome))
+            try:
+                outcome = self._do(step)
+            except Exception as e:  # noqa: BLE001  The life cycle goes on with another connection.
+                step = steps.throw(e)
+            else:
+                step = steps.send(outcome)
         self._drop(AgentAwayError("the client is closed"))
 
     def _do(self, step: LifecycleStep) -> Any:
@@ -411,11 +416,16 @@ class Client:
         return None
 
     def _connect(self) -> KvStrataError | None:
-        try:
-            connected = connect(self.target.socket, self.target.move_timeout_s)
-        except AgentAwayError as e:
-            return e
-        self._candidate = Link(self.target, connected, next(self._serials))
+        with contextlib.ExitStack() as unused:
+            try:
+                connected = unused.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                connected.settimeout(self.target.move_timeout_s)
+                connected.connect(os.fspath(self.target.socket))
+                connected.setblocking(False)  # noqa: FBT003  The standard library's signature.
+                self._candidate = Link(self.target, connected, next(self._serials))
+            except OSError as e:  # Of the agent, or of this process, which may have no descriptor left.
+                return AgentAwayError(f"{self.target.socket}: {e}")
+            unused.pop_all()
         return None
 
     def _drop(self, reason: KvStrataError) -> None:
@@ -426,16 +436,3 @@ class Client:
         for link in links:
             if link is not None:
                 link.close()
-
-
-def connect(path: Path, timeout_s: float) -> socket.socket:
-    """Connect to a unix socket; non-blocking from then on. Raises `AgentAwayError`."""
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connected.settimeout(timeout_s)
-        connected.connect(str(path))
-        connected.setblocking(False)  # noqa: FBT003  The standard library's signature.
-    except OSError as e:
-        connected.close()
-        raise AgentAwayError(f"{path}: {e}") from e
-    return connected

@@ -1,18 +1,23 @@
 """The client when agents or clients are absent, killed or frozen: what it answers and how long that takes at most."""
 
+import asyncio
+import os
+import resource
 import signal
+import socket as sockets
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstrata import Client, PrefixCache, Target
+from kvstrata import AsyncClient, Client, PrefixCache, Target
 from kvstrata_api.errors import AgentAwayError, UnauthenticatedError
 from support.agent.doubles import bytes_of
 from support.agent.process import agent_process
@@ -61,6 +66,43 @@ def test_absence_is_answered_at_once_when_there_is_no_agent(tmp_path: Path) -> N
     assert took_s < SLACK_S
     with Client(target(tmp_path / "none.sock"), strict=True) as strict, pytest.raises(AgentAwayError):
         strict.stats()
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """So many descriptors can be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.eventfd(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["none for a socket", "none beside a socket"])
+def test_a_client_comes_back_that_had_no_descriptor_left(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "agent.sock"
+    with sockets.socket(sockets.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        with descriptors_left(count):
+            client = Client(target(path))
+            until(lambda: "Too many open files" in str(client.reason), PATIENT_S)
+    path.unlink()
+    with client, serving_two_tenants(tmp_path):
+        assert client.wait_attached(PATIENT_S), client.reason
+
+
+async def test_an_asyncio_client_comes_back_that_had_no_descriptor_left(tmp_path: Path) -> None:
+    async with AsyncClient(target(tmp_path / "agent.sock")) as client:
+        with descriptors_left(0):
+            async with asyncio.timeout(PATIENT_S):
+                while "Too many open files" not in str(client.reason):  # noqa: ASYNC110  Nothing tells of a failed attempt.
+                    await asyncio.sleep(0.01)
+        with serving_two_tenants(tmp_path):
+            assert await client.wait_attached(PATIENT_S), client.reason
 
 
 def test_a_refused_token_is_absence_with_a_reason_and_is_presented_again(agent: AgentThread, tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 It yields steps and is sent their outcomes; a thread or a task carries them out (`client`, `async_client`).
 """
 
+import logging
 import random
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
-from kvstrata_api.errors import InvalidInputError, KvStrataError, RetryableError, UnsupportedError
+from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError, RetryableError, UnsupportedError
 from kvstrata_api.wire import PROTOCOL_VERSION
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.results import Grants
+
+_log: Final = logging.getLogger(__name__)
 
 FIRST_S: Final = 0.05
 LAST_S: Final = 5.0
@@ -88,10 +91,17 @@ Ending = tuple[KvStrataError, bool]
 
 
 def lifecycle(target: Target, rng: random.Random) -> Generator[LifecycleStep, Any, None]:
-    """Attach again and again, for ever; the waits start over once an attach has succeeded."""
+    """Attach again and again, for ever; the waits start over once an attach has succeeded.
+
+    An exception that a step ended with is thrown in here: it ends the connection as well.
+    """
     waits = backoff(rng)
     while True:
-        reason, was_attached = yield from _connection(target)
+        try:
+            reason, was_attached = yield from _connection(target)
+        except Exception as e:  # noqa: BLE001  The root of what keeps the client: it would never come back.
+            _log.exception("the connection to the agent is given up, and tried again")
+            reason, was_attached = AgentAwayError(f"{type(e).__name__}: {e}"), False
         yield Down(reason)
         if was_attached:
             waits = backoff(rng)

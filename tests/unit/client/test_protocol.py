@@ -369,6 +369,23 @@ def test_whatever_goes_wrong_on_the_way_is_tried_again_later(outcomes: list[Any]
     assert not any(isinstance(s, Up) for s in steps)
 
 
+@pytest.mark.parametrize("outcomes", [[], [None], [None, WELCOME], [None, WELCOME, GRANTS, None]])
+def test_a_step_that_fails_as_nobody_foresaw_ends_the_connection_and_not_the_life_cycle(
+    outcomes: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = lifecycle(TARGET, random.Random(0))
+    next(steps)
+    for outcome in outcomes:
+        steps.send(outcome)
+    down = steps.throw(RuntimeError("a defect"))
+
+    assert isinstance(down, Down)
+    assert isinstance(down.reason, AgentAwayError)
+    assert str(down.reason) == "RuntimeError: a defect"
+    assert kinds([steps.send(None), steps.send(None)]) == ["Pause", "Connect"]
+    assert "a defect" in caplog.text
+
+
 def test_waits_grow_while_the_agent_is_away_and_start_over_after_an_attach() -> None:
     away = [AgentAwayError("x"), None, None]
     steps = run([*away * 6, None, WELCOME, GRANTS, None, Wake.LOST, None])
