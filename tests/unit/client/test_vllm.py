@@ -391,6 +391,7 @@ def test_what_cannot_be_kept_in_blocks_is_refused_by_its_reason() -> None:
         (config_of(["a"], dtype=torch.int16), "auto", "int16"),
         (config_of(["a"], head_size_v=32), "auto", "of values 32"),
         (config_of(["a"], state_content_bytes=9), "auto", "packed"),
+        (config_of(["a"], non_causal=True), "auto", "non-causal"),
         (other, "auto", "attention alone"),
     ):
         with pytest.raises(InvalidInputError, match=reason):

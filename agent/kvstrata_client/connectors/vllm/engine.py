@@ -125,6 +125,8 @@ def geometry_of(kv_cache_config: Any, cache_dtype: str, block_tokens: int) -> Ge
             raise InvalidInputError(f"layers of {type(spec).__name__}: attention alone can be kept")
         if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "state_content_bytes", None) is not None:
             raise InvalidInputError(f"layers of {type(spec).__name__}: packed or compressed pages cannot be kept")
+        if getattr(spec, "non_causal", False):  # As in vLLM's engine core, which turns its own prefix cache off.
+            raise InvalidInputError("non-causal attention (Prefix-LM): a block depends on the tokens behind it")
         is_latent = "MLA" in type(spec).__name__
         if not is_latent and getattr(spec, "head_size_v", None) not in {None, spec.head_size}:
             raise InvalidInputError(f"head_size {spec.head_size}, of values {spec.head_size_v}: equal ones wanted")
