@@ -24,6 +24,7 @@ from kvstrata_client.connectors.vllm.engine import (
     Geometry,
     Group,
     geometry_of,
+    hashes_media,
     layout_of,
     parse,
     variant_of,
@@ -593,6 +594,25 @@ def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_p
         )
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("prefix_cache", "media_gb", "are_hashed"), [(False, 0, False), (True, 0, True), (False, 4, True)]
+)
+def test_media_that_vllm_names_by_a_count_have_no_name_for_others(
+    *, prefix_cache: bool, media_gb: float, are_hashed: bool
+) -> None:
+    config = vllm_config()
+    assert hashes_media(config), "a model without media"
+    config.cache_config.enable_prefix_caching = prefix_cache
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=media_gb)
+    assert hashes_media(config) is are_hashed
+
+    place = SimpleNamespace(offset=3, length=4)
+    first = SimpleNamespace(mm_hash="renderer0-mm-1-image-0", mm_position=place)
+    with_media = variant_of(request_of(mm_features=[first]), Adapters(), media_are_hashed=are_hashed)
+    assert (with_media is not None) is are_hashed
+    assert variant_of(request_of(), Adapters(), media_are_hashed=are_hashed) == ""
 
 
 LAYOUT = Layout("m", "r", "fp32", BLOCK, layers=4, kv_heads=2, head_dim=8, element_bytes=4)

@@ -27,6 +27,7 @@ from kvstrata_client.connectors.vllm.engine import (
     Geometry,
     Settings,
     geometry_of,
+    hashes_media,
     layout_of,
     parse,
     variant_of,
@@ -320,6 +321,7 @@ class _Scheduler:
         self.hits: dict[str, Counter[str]] = {}
         """Of requests that were just given pages."""
         self._adapters = Adapters()
+        self._media_are_hashed = hashes_media(vllm_config)
         self._generating = Generating()
         self._unnamed = False
         self._next_problem_s = 0.0
@@ -328,11 +330,14 @@ class _Scheduler:
         threading.Thread(target=self._send_notes, name="kvstrata-sessions", daemon=True).start()
 
     def begin(self, request: Any) -> None:
-        variant = variant_of(request, self._adapters)
+        variant = self._variant(request)
         if variant is None:
             if not self._unnamed:
                 self._unnamed = True
-                _log.warning("kvstrata keeps nothing of requests with prompt embeddings, or an adapter it cannot read")
+                _log.warning(
+                    "kvstrata keeps nothing of requests with prompt embeddings, an adapter it cannot read, or media "
+                    "while vLLM does not hash them (with its prefix cache and mm_processor_cache_gb both off)"
+                )
             return
         hints = self._hints(request)
         headers = getattr(request, "trace_headers", None) or {}
@@ -367,7 +372,7 @@ class _Scheduler:
     def finish(self, request: Any) -> dict[str, Any] | None:
         hints, _ = hints_of(request)
         is_last = self._generating.end(request.request_id)
-        variant = variant_of(request, self._adapters)
+        variant = self._variant(request)
         if hints != Hints() and variant is not None:
             cache, tokens = PrefixCache(self._client, variant=variant), tokens_of(request)
             self._note(lambda: give_late(self._client, cache, tokens, hints, is_last=is_last))
@@ -386,6 +391,9 @@ class _Scheduler:
         if not self._client.is_attached:
             return Located()
         return PrefixCache(self._client, variant=variant).lookup(tokens, session=session, blocks_max=blocks_max)
+
+    def _variant(self, request: Any) -> str | None:
+        return variant_of(request, self._adapters, media_are_hashed=self._media_are_hashed)
 
     def _hints(self, request: Any) -> Hints:
         hints, problem = hints_of(request)

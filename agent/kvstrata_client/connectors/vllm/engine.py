@@ -214,7 +214,13 @@ class Adapters:
         return hashed.hexdigest()
 
 
-def variant_of(request: Any, adapters: Adapters) -> str | None:
+def hashes_media(vllm_config: Any) -> bool:
+    """Whether vLLM names media by their content; without either cache of its own by a count, from 1 in each process."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    return media is None or bool(vllm_config.cache_config.enable_prefix_caching) or media.mm_processor_cache_gb > 0
+
+
+def variant_of(request: Any, adapters: Adapters, *, media_are_hashed: bool = True) -> str | None:
     """What besides its tokens makes a request's blocks different; None for one whose blocks cannot be named.
 
     Media enter with all of their places: requests share blocks that have the same media at the same places. A salt
@@ -232,7 +238,7 @@ def variant_of(request: Any, adapters: Adapters) -> str | None:
     if request.cache_salt:
         named["salt"] = request.cache_salt
     media = [_medium(feature) for feature in request.mm_features or ()]
-    if any(not identifier for identifier, _, _ in media):
+    if (media and not media_are_hashed) or any(not identifier for identifier, _, _ in media):
         return None
     if media:
         named["media"] = media
