@@ -567,20 +567,49 @@ def test_what_a_request_computes_with_media_that_came_later_is_neither_saved_nor
     assert plan.drops == [fetch.fetch for fetch in plan.fetches]
 
 
+def lora_of(folder: Path, number: int = 1, *, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_path=str(folder), load_inplace=load_inplace)
+
+
+def test_an_adapter_whose_files_change_while_vllm_has_it_loaded_has_no_name_until_it_is_loaded_anew(
+    tmp_path: Path,
+) -> None:
+    file, adapters = tmp_path / "adapter.safetensors", Adapters()
+
+    def named(number: int = 1, folder: Path = tmp_path, *, load_inplace: bool = False) -> str | None:
+        lora = lora_of(folder, number, load_inplace=load_inplace)
+        return variant_of(request_of(lora_request=lora), adapters)
+
+    file.write_bytes(b"old weights")
+    old = named()
+    assert named() == old
+    file.write_bytes(b"new weights!")
+    assert named() is None
+    assert named(2) not in {None, old}, "one that is loaded now"
+    file.write_bytes(b"old weights")
+    assert named() is None, "it may have been loaded in between"
+    assert named(3) == old, "of the same weights"
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/adapter.safetensors").write_bytes(b"newer weights")
+    assert named(3, tmp_path / "new") is None, "vLLM goes by the number"
+    reloaded = named(3, tmp_path / "new", load_inplace=True)
+    assert reloaded not in {None, old}
+    assert named(3, tmp_path / "new") == reloaded
+
+
 def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_path: Path) -> None:
     adapters = Adapters()
     assert variant_of(request_of(), adapters) == ""
     assert variant_of(request_of(prompt_embeds=object()), adapters) is None
-    lora = SimpleNamespace(lora_path=str(tmp_path))
-    assert variant_of(request_of(lora_request=lora), adapters) is None, "an adapter without files"
+    assert variant_of(request_of(lora_request=lora_of(tmp_path, 9)), adapters) is None, "an adapter without files"
     (tmp_path / "adapter.safetensors").write_bytes(b"one")
-    one = variant_of(request_of(lora_request=lora), adapters)
+    one = variant_of(request_of(lora_request=lora_of(tmp_path)), adapters)
     (tmp_path / "adapter.safetensors").write_bytes(b"other")
     media = [
         SimpleNamespace(mm_hash=h, mm_position=SimpleNamespace(offset=at, length=4)) for h, at in (("x", 3), ("x", 4))
     ]
     different = (
-        request_of(lora_request=lora),
+        request_of(lora_request=lora_of(tmp_path, 2)),
         request_of(cache_salt="s"),
         *(request_of(mm_features=[m]) for m in media),
     )

@@ -335,8 +335,9 @@ class _Scheduler:
             if not self._unnamed:
                 self._unnamed = True
                 _log.warning(
-                    "kvstrata keeps nothing of requests with prompt embeddings, an adapter it cannot read, or media "
-                    "while vLLM does not hash them (with its prefix cache and mm_processor_cache_gb both off)"
+                    "kvstrata keeps nothing of requests with prompt embeddings, an adapter whose files cannot be read "
+                    "or have changed since its first request, or media while vLLM does not hash them (its prefix cache "
+                    "and mm_processor_cache_gb are both off)"
                 )
             return
         hints = self._hints(request)

@@ -194,10 +194,23 @@ class Adapters:
 
     def __init__(self) -> None:
         self._digests: dict[tuple[str, int, int], str] = {}
+        self._loaded: dict[int, str | None] = {}
+        """By vLLM's number of an adapter what its files were at its first request."""
 
-    def digest_of(self, path: str) -> str | None:
-        """SHA-256 of an adapter's configuration and weights; None when its files cannot be read."""
-        folder = Path(path)
+    def digest_of(self, lora: Any) -> str | None:
+        """SHA-256 of an adapter's configuration and weights; None when its files could not be read, or have changed.
+
+        vLLM reads the files once for a number, so which weights it has is not known any more once they differ, also
+        when they are as before again; with `load_inplace` it reads them for each request. Hashes new files whole.
+        """
+        found, number = self._digest_of_files(Path(lora.lora_path)), lora.lora_int_id
+        if lora.load_inplace or number not in self._loaded:
+            self._loaded[number] = found
+        elif self._loaded[number] != found:
+            self._loaded[number] = None
+        return self._loaded[number]
+
+    def _digest_of_files(self, folder: Path) -> str | None:
         hashed = hashlib.sha256()
         try:
             files = sorted(f for f in folder.iterdir() if f.suffix in {".json", ".safetensors", ".bin", ".pt"})
@@ -231,7 +244,7 @@ def variant_of(request: Any, adapters: Adapters, *, media_are_hashed: bool = Tru
     named: dict[str, Any] = {}
     lora = getattr(request, "lora_request", None)
     if lora is not None:
-        digest = adapters.digest_of(lora.lora_path)
+        digest = adapters.digest_of(lora)
         if digest is None:
             return None
         named["adapter"] = digest
