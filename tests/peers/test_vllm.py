@@ -186,6 +186,25 @@ def test_requests_are_answered_whatever_becomes_of_the_agent(
 
 
 @matrix
+def test_nothing_of_before_is_loaded_after_a_reset_of_the_connector_unless_weights_never_change(engine: Open) -> None:
+    mine = [prompts(1, seed=300 + i)[0] for i in range(8)]  # None loads what another one has just stored.
+    driver = engine()
+    tokens = driver.ask("run", prompts=mine)["tokens"]
+    until(lambda: driver.ask("run", prompts=mine)["external"] > 0)
+    assert driver.ask("reset", resets_connector=True)["is_reset"]
+    computed = driver.ask("run", prompts=mine)
+    assert (equal(computed, tokens), computed["external"]) == (8, 0)
+    until(lambda: driver.ask("run", prompts=mine)["external"] > 0)
+    driver.close()
+
+    sleeper = engine(forgets_at_reset=False)
+    until(lambda: sleeper.ask("run", prompts=mine)["external"] > 0)
+    assert sleeper.ask("reset", resets_connector=True)["is_reset"]
+    found = sleeper.ask("run", prompts=mine)
+    assert (equal(found, tokens), found["external"] > 0) == (8, True)
+
+
+@matrix
 def test_routers_hear_of_blocks_that_are_stored_found_and_gone(engine: Open, agent: Agent, tmp_path: Path) -> None:
     mine = prompts(20, seed=29)
     wanted = {tuple(p[:end]) for p in mine for end in range(32, len(p) + 1, 32)}

@@ -202,9 +202,9 @@ class Engine:
         ended = [o for _ in iter(engine.has_unfinished_requests, False) for o in engine.step() if o.finished]  # noqa: FBT003
         return {"tokens": list(ended[-1].outputs[0].token_ids), "reason": str(ended[-1].outputs[0].finish_reason)}
 
-    def reset(self, *, keeps_tier: bool = False) -> dict[str, Any]:
-        """Forget what the engine itself has cached, in its CPU tier too unless that is kept."""
-        is_whole = self.is_tiered and not keeps_tier
+    def reset(self, *, keeps_tier: bool = False, resets_connector: bool = False) -> dict[str, Any]:
+        """Forget what the engine itself has cached, in its CPU tier too unless that is kept, or by its connector."""
+        is_whole = resets_connector or (self.is_tiered and not keeps_tier)
         return {"is_reset": bool(self.llm.reset_prefix_cache(reset_connector=is_whole))}
 
     def counts(self) -> dict[str, Any]:

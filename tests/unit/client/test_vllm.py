@@ -313,6 +313,25 @@ def test_a_request_without_free_pages_is_not_looked_up_in_every_step() -> None:
     assert bench.lookups == 1
 
 
+def test_requests_of_before_a_reset_are_neither_loaded_nor_saved_any_more() -> None:
+    bench = Bench(there=4)
+    bench.begin("fetching", 100)
+    running = bench.begin("running", 64, first=500)
+    bench.planner.match("fetching", 0)
+    bench.planner.give_pages("running", [[1, 2]], are_all=True)
+    (fetch,) = bench.planner.step({"running": 32}).fetches
+    running.num_computed_tokens = 32
+    bench.planner.reset()
+    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+
+    assert bench.planner.match("fetching", 0) == 0
+    plan = bench.planner.step({"running": 32})
+    assert (plan.loads, plan.drops, plan.saves) == ([], [fetch.fetch], [])
+    assert not bench.planner.is_waiting
+    bench.begin("later", 100)
+    assert bench.planner.match("later", 0) is None
+
+
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(0, 8))
 def test_each_block_is_saved_once_when_it_is_full_and_its_tokens_are_known(steps: list[int], there: int) -> None:
     bench = Bench(there=there)
@@ -614,6 +633,7 @@ def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_p
         *(request_of(mm_features=[m]) for m in media),
     )
     variants = [one, *(variant_of(request, adapters) for request in different)]
+    variants += [variant_of(request_of(), adapters, generation=generation) for generation in ("a", "b")]
     assert None not in variants
     assert len(set(variants)) == len(variants)
     assert (

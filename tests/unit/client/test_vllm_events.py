@@ -144,6 +144,20 @@ def test_pages_beyond_the_bound_are_removed_the_longest_untouched_first(monkeypa
     assert (stored.hashes, removed) == (pages(4, 5), Removed(pages(1, 2), HERE))
 
 
+def test_all_pages_are_removed_at_a_reset_and_stored_again_after_it() -> None:
+    bench = Bench()
+    bench.save(0, 4)
+    before = bench.book.saving(Request(), 4, 8)
+    bench.book.take()
+    bench.book.reset()
+    bench.book.saved({before: (1, True)})
+    assert bench.book.take() == [Removed(pages(0, 1), HERE)]
+    assert not bench.book.is_waiting
+    bench.book.begin("a")
+    bench.save(0, 4)
+    assert [event.hashes for event in bench.book.take()] == [pages(0, 1)]
+
+
 acts = st.lists(
     st.one_of(
         st.tuples(st.just("save"), st.integers(0, 15), st.integers(1, 8), st.booleans()),

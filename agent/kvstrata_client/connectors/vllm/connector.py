@@ -3,6 +3,7 @@
 import json
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import Counter
@@ -50,6 +51,8 @@ PROBLEMS_S: Final = 60.0
 """Between two lines of the log about requests whose hints are wrong."""
 NOTES_MAX: Final = 1024
 """Reports of sessions that wait to be sent."""
+GENERATION_BYTES: Final = 16
+"""Two engines never choose the same one."""
 OWNERSHIP: Final = "kvstrata"
 """`ownership` of our events: whose tier it is."""
 
@@ -181,6 +184,12 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def take_events(self) -> Iterable[Any]:
         """See vLLM. Blocks of the agent that this engine has stored, found, or not found again."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    def reset_cache(self) -> bool:
+        """See vLLM. True: from now on nothing of before is found, unless `forgets_at_reset` is off."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
 
     def has_pending_push_work(self) -> bool:
         """See vLLM. True while blocks are being stored that routers are to hear of: the engine makes empty steps."""
@@ -322,6 +331,9 @@ class _Scheduler:
         """Of requests that were just given pages."""
         self._adapters = Adapters()
         self._media_are_hashed = hashes_media(vllm_config)
+        self._forgets = settings.forgets_at_reset
+        self._generation = ""
+        """Of weights since the last reset. Random: nobody knows which other engines have the same ones."""
         self._generating = Generating()
         self._unnamed = False
         self._next_problem_s = 0.0
@@ -380,6 +392,12 @@ class _Scheduler:
         hits = self.planner.finish(request.request_id)
         return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
 
+    def reset(self) -> None:
+        if self._forgets:
+            self._generation = secrets.token_hex(GENERATION_BYTES)
+            self.planner.reset()
+            _log.warning("vLLM has reset its caches: what kvstrata keeps from now on is found by this engine alone")
+
     def take_events(self) -> Iterable[Any]:
         """Events since the last call, as vLLM publishes them."""
         return [e for event in self.events.take() for e in self._publisher.made(event)] if self.events else ()
@@ -394,7 +412,7 @@ class _Scheduler:
         return PrefixCache(self._client, variant=variant).lookup(tokens, session=session, blocks_max=blocks_max)
 
     def _variant(self, request: Any) -> str | None:
-        return variant_of(request, self._adapters, media_are_hashed=self._media_are_hashed)
+        return variant_of(request, self._adapters, media_are_hashed=self._media_are_hashed, generation=self._generation)
 
     def _hints(self, request: Any) -> Hints:
         hints, problem = hints_of(request)

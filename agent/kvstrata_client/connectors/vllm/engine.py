@@ -66,6 +66,8 @@ class Settings(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Memory of each worker for blocks on their way in, and as much for those on their way out."""
     layerwise: bool = False
     """Put each layer of a load on its way by itself, so that the first layers are computed meanwhile (devices)."""
+    forgets_at_reset: bool = True
+    """Whether weights may be other ones after vLLM has reset its caches, as when it sleeps or a trainer updates it."""
 
 
 T = TypeVar("T")
@@ -233,11 +235,12 @@ def hashes_media(vllm_config: Any) -> bool:
     return media is None or bool(vllm_config.cache_config.enable_prefix_caching) or media.mm_processor_cache_gb > 0
 
 
-def variant_of(request: Any, adapters: Adapters, *, media_are_hashed: bool = True) -> str | None:
+def variant_of(request: Any, adapters: Adapters, *, media_are_hashed: bool = True, generation: str = "") -> str | None:
     """What besides its tokens makes a request's blocks different; None for one whose blocks cannot be named.
 
     Media enter with all of their places: requests share blocks that have the same media at the same places. A salt
-    parts a tenant's own blocks and opens nobody else's.
+    parts a tenant's own blocks and opens nobody else's. A `generation` is of weights that are no longer those of the
+    layout's revision.
     """
     if getattr(request, "prompt_embeds", None) is not None:
         return None
@@ -255,6 +258,8 @@ def variant_of(request: Any, adapters: Adapters, *, media_are_hashed: bool = Tru
         return None
     if media:
         named["media"] = media
+    if generation:
+        named["generation"] = generation
     return json.dumps(named, sort_keys=True) if named else ""
 
 

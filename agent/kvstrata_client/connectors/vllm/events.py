@@ -136,6 +136,11 @@ class EventBook:
         """Forget a request; its saves are reported all the same."""
         self._chains.pop(request_id, None)
 
+    def reset(self) -> None:
+        """Remove all pages, and await no save: from now on the engine finds nothing of what was stored before."""
+        self._pending.clear()
+        self._remove(list(self._places))
+
     def found(self, request: HashedRequest, sources: Sequence[str], most: int, *, is_answered: bool) -> None:
         """Take note of a lookup: where each leading block is, of `most` that were asked for."""
         chain = self._chains.get(request.request_id)

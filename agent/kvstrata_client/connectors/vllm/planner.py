@@ -366,10 +366,15 @@ class Planner:
         return tracked.hits
 
     def reset(self) -> None:
-        """Forget misses and lookups, as after another fill of the cache."""
+        """Forget misses and all requests, for weights that are other ones now; those under way are computed.
+
+        What of a request's blocks is of which weights is not known, so none is saved any more.
+        """
         self._misses.clear()
-        for tracked in self._requests.values():
-            tracked.located_at_s = float("-inf")
+        for request_id in list(self._requests):
+            self.finish(request_id)
+        if self._events is not None:
+            self._events.reset()
 
     def _time_prefill(self, tracked: _Tracked, now_s: float) -> None:
         request = tracked.request
