@@ -29,12 +29,14 @@ from kvstrata_client.connectors.vllm.engine import (
     parse,
     variant_of,
 )
+from kvstrata_client.connectors.vllm.events import EventBook, Sizes
 from kvstrata_client.connectors.vllm.hints import ACTIONS, Generating, Hints, give_early, give_late, hints_of
 from kvstrata_client.connectors.vllm.planner import (
     APART,
     HALF_RATE_MAX,
     HALF_RATE_MIN,
     Fetch,
+    FetchEnd,
     Limits,
     Load,
     Pace,
@@ -79,14 +81,17 @@ class Bench:
     there: int = 0
     workers: int = 1
     now_s: float = 0.0
+    room: int = 1 << 20
+    """Blocks that workers have memory for."""
+    events: EventBook | None = None
     lookups: int = 0
     spans: list[str] = field(default_factory=list)
     """That lookups were made within."""
     planner: Planner = field(init=False)
 
     def __post_init__(self) -> None:
-        limits = Limits(BLOCK, PAGE, self.workers, DEADLINE_S, MISS_S)
-        self.planner = Planner(self._lookup, limits, lambda: self.now_s)
+        limits = Limits(BLOCK, PAGE, self.workers, DEADLINE_S, MISS_S, self.room)
+        self.planner = Planner(self._lookup, limits, lambda: self.now_s, self.events)
 
     def _lookup(self, tokens: Any, _variant: str, _session: str, most: int) -> Located:
         self.lookups += 1
@@ -105,7 +110,7 @@ class Bench:
             wanted = fetch.stop_block - fetch.first_block
             had = wanted if blocks is None else min(blocks, wanted)
             for _ in range(self.workers):
-                self.planner.fetched({fetch.fetch: (1, had, ("dram",) * had)})
+                self.planner.fetched({fetch.fetch: FetchEnd(1, had, ("dram",) * had)})
 
 
 def test_a_hit_is_promised_once_all_workers_have_it_and_loaded_in_the_step_that_has_pages() -> None:
@@ -115,10 +120,10 @@ def test_a_hit_is_promised_once_all_workers_have_it_and_loaded_in_the_step_that_
     plan = bench.planner.step({})
     (fetch,) = plan.fetches
     assert (fetch.first_block, fetch.stop_block) == (0, 4)
-    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    bench.planner.fetched({fetch.fetch: FetchEnd(1, 4, ("dram",) * 4)})
     assert bench.planner.match("a", 0) is None, "one of two"
     assert bench.planner.is_waiting
-    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    bench.planner.fetched({fetch.fetch: FetchEnd(1, 4, ("dram",) * 4)})
     assert not bench.planner.is_waiting
 
     assert bench.planner.match("a", 0) == 64
@@ -294,6 +299,53 @@ def test_a_block_that_could_not_be_had_is_a_miss_for_a_while_and_is_saved_again(
     assert (save.first_block, save.stop_block) == (had, 6)
 
 
+def test_a_prompt_that_workers_have_no_memory_for_is_fetched_as_far_as_they_have() -> None:
+    bench = Bench(there=12, room=5)
+    bench.begin("a", 200)
+    assert bench.planner.match("a", 32) is None
+    plan = bench.planner.step({})
+    assert [(f.first_block, f.stop_block) for f in plan.fetches] == [(2, 6)], "whole pages behind what the engine has"
+    bench.fetched(plan)
+    assert bench.planner.match("a", 32) == 64
+    bench.planner.allocated("a", [[1, 2, 3]], 64)
+    request = bench.planner.finish("a")
+    assert request == {"dram": 64}
+
+    bench.room = 1
+    bench.__post_init__()
+    bench.begin("b", 200)
+    assert bench.planner.match("b", 0) == 0, "less than a page"
+
+
+@pytest.mark.parametrize("had", [0, 3])
+def test_a_block_that_there_was_no_memory_for_is_no_miss_and_not_told_as_removed(had: int) -> None:
+    book = EventBook(Sizes(PAGE, PAGE, PAGE // BLOCK, 1, DEADLINE_S), lambda *_: None, lambda: 0.0)
+    bench = Bench(there=4, workers=2, events=book)
+    one = bench.begin("a", 100)
+    bench.planner.match("a", 0)
+    (fetch,) = bench.planner.step({}).fetches
+    assert len(book.take()) == 1
+    bench.planner.fetched({fetch.fetch: FetchEnd(1, 4, ("dram",) * 4)})
+    bench.planner.fetched({fetch.fetch: FetchEnd(1, had, ("dram",) * had, had_room=False)})
+    assert bench.planner.match("a", 0) == had // 2 * PAGE
+    assert book.take() == []
+
+    bench.begin("b", 90)
+    assert bench.planner.match("b", 0) is None, "there may be room by now"
+    bench.planner.finish("b")
+    bench.planner.allocated("a", [[1, 2, 3, 4]], had // 2 * PAGE)
+    bench.planner.give_pages("a", [[1, 2, 3, 4]], are_all=True)
+    one.num_computed_tokens = had // 2 * PAGE
+    (save,) = bench.planner.step({"a": 100 - one.num_computed_tokens}).saves
+    assert (save.first_block, save.stop_block) == (4, 6), "it is there, whoever had no room for it"
+
+
+def test_a_block_that_one_of_two_workers_misses_is_a_miss_where_the_other_has_no_memory_for_it() -> None:
+    missing, no_room = FetchEnd(1, 3, ("dram",) * 3), FetchEnd(1, 3, ("nvme",) * 3, had_room=False)
+    assert missing.joined(no_room) == no_room.joined(missing) == FetchEnd(2, 3, ("dram",) * 3)
+    assert missing.joined(FetchEnd(1, 2, ("nvme",) * 2, had_room=False)).had_room is False
+
+
 def test_a_fetch_that_does_not_end_is_given_up_and_its_request_computed() -> None:
     bench = Bench(there=4)
     bench.begin("a", 100)
@@ -302,7 +354,7 @@ def test_a_fetch_that_does_not_end_is_given_up_and_its_request_computed() -> Non
     bench.now_s = 1.11 * DEADLINE_S
     assert bench.planner.match("a", 0) == 0
     assert bench.planner.step({}).drops == [fetch.fetch]
-    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    bench.planner.fetched({fetch.fetch: FetchEnd(1, 4, ("dram",) * 4)})
     assert bench.planner.match("a", 0) == 0, "what comes late changes nothing"
 
 
@@ -773,7 +825,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     made.close()
 
 
-def ended(asked: Callable[[], Mapping[int, tuple[Any, ...]]]) -> tuple[Any, ...]:
+def ended(asked: Callable[[], Mapping[int, Any]]) -> Any:
     ends_s = time.monotonic() + 10
     while not (found := asked()):
         assert time.monotonic() < ends_s
@@ -782,13 +834,19 @@ def ended(asked: Callable[[], Mapping[int, tuple[Any, ...]]]) -> tuple[Any, ...]
     return report
 
 
+def end_of(worker: Worker) -> tuple[int, bool]:
+    """Blocks of the fetch that ends next, and whether there was memory for more."""
+    end = ended(worker.ended)
+    return end.blocks, end.had_room
+
+
 def test_a_fetch_that_gets_no_memory_leaves_the_room_for_the_next(scarce: Worker) -> None:
     found = []
     for number in range(5):
         scarce.start(Plan(fetches=[Fetch(number, np.zeros(64, np.uint32), "", "", 0, 4, 1.0)]))
-        found.append(ended(scarce.ended)[1])
+        found.append(end_of(scarce))
         scarce.start(Plan(drops=[number]))
-    assert found == [0, 0, 0, 4, 4]
+    assert found == [(0, False)] * 3 + [(4, True)] * 2
 
 
 def test_a_save_that_gets_no_memory_is_dropped_and_the_engine_goes_on(scarce: Worker) -> None:
@@ -798,3 +856,27 @@ def test_a_save_that_gets_no_memory_is_dropped_and_the_engine_goes_on(scarce: Wo
         found.append(ended(scarce.saved)[1])
     assert found == [False, False, False, True, True]
     assert (scarce.dropped_blocks, scarce.saved_blocks) == (12, 8)
+
+
+def test_fetches_and_saves_beyond_the_room_are_cut_to_it(scarce: Worker) -> None:
+    cast("Any", scarce)._pages.refusals = 0
+    tokens = np.zeros(96, np.uint32)
+    scarce.start(Plan(fetches=[Fetch(1, tokens, "", "", 3, 6, 1.0)]))
+    assert end_of(scarce) == (3, True)
+    scarce.start(Plan(fetches=[Fetch(2, tokens, "", "", 0, 6, 1.0)]))
+    assert end_of(scarce) == (1, False)
+    scarce.start(Plan(fetches=[Fetch(3, tokens, "", "", 0, 6, 1.0)]))
+    assert end_of(scarce) == (0, False)
+    scarce.start(Plan(drops=[1, 2], fetches=[]))
+    scarce.start(Plan(fetches=[Fetch(4, tokens, "", "", 0, 6, 1.0)]))
+    assert end_of(scarce) == (4, False), "one prompt alone is larger than the room"
+
+    scarce.save(Plan(saves=[Save(tokens, "", "", 0, 6, ((0,),), 1)]))
+    assert ended(scarce.saved) == (1, False)
+    assert (scarce.dropped_blocks, scarce.saved_blocks) == (2, 4)
+
+
+def test_of_an_agent_that_is_away_nothing_is_there_whatever_the_room(scarce: Worker) -> None:
+    cast("Any", scarce)._client.is_attached = False
+    scarce.start(Plan(fetches=[Fetch(1, np.zeros(96, np.uint32), "", "", 0, 6, 1.0)]))
+    assert end_of(scarce) == (0, True)

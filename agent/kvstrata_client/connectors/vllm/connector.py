@@ -75,10 +75,9 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Join reports of two workers: a fetch has as many blocks as the one with fewest, a save is whole at both."""
         assert isinstance(other, WorkerReports)
         joined = {**self.fetched}
-        for number, (reports, blocks, sources) in other.fetched.items():
+        for number, end in other.fetched.items():
             known = joined.get(number)
-            fewest = (blocks, sources) if known is None or blocks < known[1] else known[1:]
-            joined[number] = (reports + (known[0] if known else 0), *fewest)
+            joined[number] = known.joined(end) if known else end
         saved = dict(self.saved)
         for number, (reports, is_whole) in other.saved.items():
             count, others_are = saved.get(number, (0, True))
@@ -313,6 +312,7 @@ class _Scheduler:
             parallel.world_size,
             settings.load_deadline_s,
             settings.miss_s,
+            settings.staging_bytes // client.target.layout.block_bytes,
             settings.lookup_timeout_s,
         )
         self.events: EventBook | None = None

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -106,12 +106,30 @@ class Plan:
 
     def refused(self) -> tuple["Fetched", "Saved"]:
         """What a worker reports that carries out nothing of this, so that nobody waits for it."""
-        fetched = {fetch.fetch: (1, 0, ()) for fetch in self.fetches}
+        fetched = {fetch.fetch: FetchEnd() for fetch in self.fetches}
         return fetched, {save.number: (1, False) for save in self.saves if save.number}
 
 
-Fetched = Mapping[int, tuple[int, int, tuple[str, ...]]]
-"""By fetch: how many workers have ended it, the fewest leading blocks that one of them has, and where those were."""
+@dataclass(frozen=True, slots=True)
+class FetchEnd:
+    """How a fetch has ended at some of the workers."""
+
+    workers: int = 1
+    blocks: int = 0
+    """The fewest leading blocks that one of them has."""
+    sources: tuple[str, ...] = ()
+    """Where those were."""
+    had_room: bool = True
+    """False where it had no memory for the next one, which may be there all the same."""
+
+    def joined(self, other: "FetchEnd") -> "FetchEnd":
+        """How it has ended at these workers and at those of `other`."""
+        fewest = min(self, other, key=lambda end: (end.blocks, not end.had_room))
+        return replace(fewest, workers=self.workers + other.workers)
+
+
+Fetched = Mapping[int, FetchEnd]
+"""By fetch."""
 Saved = Mapping[int, tuple[int, bool]]
 """By numbered save: how many workers have ended it, and whether it is whole at all of them."""
 
@@ -124,9 +142,23 @@ class _Staged:
     key: bytes
     due_s: float
     users: set[str]
-    reports: int = 0
-    blocks: int = 0
-    sources: tuple[str, ...] = ()
+    end: FetchEnd | None = None
+    """At the workers that have reported it."""
+
+    @property
+    def reports(self) -> int:
+        """Workers that have ended it."""
+        return self.end.workers if self.end else 0
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that all of those have."""
+        return self.end.blocks if self.end else 0
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where those were."""
+        return self.end.sources if self.end else ()
 
 
 @dataclass(slots=True)
@@ -165,6 +197,8 @@ class Limits:
     deadline_s: float
     miss_s: float
     """How long a block is a miss that was found and could not be fetched."""
+    fetch_blocks_max: int
+    """Blocks that a worker has memory for: no more of a prompt are fetched, and the rest is computed."""
     lookup_s: float = float("inf")
     """A lookup that took so long had no answer."""
 
@@ -342,15 +376,13 @@ class Planner:
 
     def fetched(self, fetched: Fetched) -> None:
         """Take in what workers have fetched."""
-        for number, (reports, blocks, sources) in fetched.items():
+        for number, reported in fetched.items():
             staged = self._staged.get(number)
             if staged is None:
                 continue
-            if not staged.reports or blocks < staged.blocks:
-                staged.blocks, staged.sources = blocks, sources
-            staged.reports += reports
+            staged.end = end = staged.end.joined(reported) if staged.end else reported
             wanted = staged.what.stop_block - staged.what.first_block
-            if staged.reports >= self._limits.workers and staged.blocks < wanted:
+            if end.workers >= self._limits.workers and end.blocks < wanted and end.had_room:
                 self._note_miss(staged)
 
     def finish(self, request_id: str) -> Counter[str]:
@@ -412,7 +444,8 @@ class Planner:
             if self._events is not None:
                 is_answered = self._clock() - now_s < limits.lookup_s
                 self._events.found(tracked.request, tracked.located.sources, most, is_answered=is_answered)
-        stop = self._whole_pages(min(self._before_misses(tracked, tracked.located.blocks, now_s), most))
+        there = self._before_misses(tracked, tracked.located.blocks, now_s)
+        stop = self._whole_pages(min(there, most, first + limits.fetch_blocks_max))
         if stop <= first:
             return 0
         key = _digest(tracked.variant, tracked.tokens[: stop * limits.block_tokens])

@@ -31,7 +31,7 @@ from kvstrata_client.connectors.paged import (
     work_of,
 )
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
-from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Saved, Tables
+from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, FetchEnd, Load, Plan, Save, Saved, Tables
 
 _log: Final = logging.getLogger(__name__)
 NULL_PAGE: Final = 0
@@ -228,7 +228,7 @@ class Worker:
         self._wanted: set[int] = set()
         self._staged: dict[int, _Staged] = {}
         self._staged_bytes = 0
-        self._ended: dict[int, tuple[int, int, tuple[str, ...]]] = {}
+        self._ended: dict[int, FetchEnd] = {}
         self._saved: dict[int, tuple[int, bool]] = {}
         self._waits: dict[int, Wait] = {}
         self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -282,18 +282,21 @@ class Worker:
         self._fetching.submit(self._fetch, fetch)
 
     def _fetch(self, fetch: Fetch) -> None:
-        blocks, rows = 0, None
+        blocks, rows, wanted = 0, None, fetch.stop_block - fetch.first_block
         sources: tuple[str, ...] = ()
+        is_attached = self._client.is_attached
+        room = 0 if is_attached else wanted  # Of an agent that is away nothing is there, whatever the room.
         try:
-            rows = self._room(fetch) if self._client.is_attached else None
+            rows = self._room(fetch) if is_attached else None
             if rows is not None:
+                room = len(rows)
                 with passed_on(fetch.traceparent):
                     loaded = PrefixCache(self._client, variant=fetch.variant).load(
                         fetch.tokens,
                         rows.numpy(),
                         session=fetch.session,
                         deadline_s=fetch.deadline_s,
-                        blocks_max=fetch.stop_block,
+                        blocks_max=fetch.first_block + room,
                         first_block=fetch.first_block,
                     )
                 blocks, sources = loaded.blocks, loaded.sources
@@ -305,15 +308,21 @@ class Worker:
                     self._staged[fetch.fetch] = _Staged(rows, fetch.first_block)
                 else:
                     self._staged_bytes -= rows.numel()
-            self._ended[fetch.fetch] = (1, blocks, tuple(sources))
+            had_room = blocks < room or room == wanted
+            self._ended[fetch.fetch] = FetchEnd(1, blocks, tuple(sources), had_room)
 
     def _room(self, fetch: Fetch) -> torch.Tensor | None:
-        """Memory that is accounted for; None where there is none left, or nobody waits. Raises `_NO_MEMORY`."""
-        blocks = fetch.stop_block - fetch.first_block
-        size_bytes = blocks * self._client.target.layout.block_bytes
+        """Memory for as many leading blocks as there is some left for, accounted for; None for none.
+
+        None as well where nobody waits. Raises `_NO_MEMORY`.
+        """
+        block_bytes = self._client.target.layout.block_bytes
         with self._lock:
-            if fetch.fetch not in self._wanted or self._staged_bytes + size_bytes > self._settings.staging_bytes:
+            left = (self._settings.staging_bytes - self._staged_bytes) // block_bytes
+            blocks = min(fetch.stop_block - fetch.first_block, left)
+            if fetch.fetch not in self._wanted or not blocks:
                 return None
+            size_bytes = blocks * block_bytes
             self._staged_bytes += size_bytes
         try:
             return self._pages.staging(blocks)
@@ -350,13 +359,16 @@ class Worker:
         if not blocks or not self._client.is_attached:
             self._dropped(save, save.stop_block - save.first_block)
             return
-        size_bytes = len(blocks) * self._client.target.layout.block_bytes
+        block_bytes = self._client.target.layout.block_bytes
         with self._lock:
-            has_room = self._saving_bytes + size_bytes <= self._settings.staging_bytes
-            self._saving_bytes += size_bytes if has_room else 0
-        if not has_room:
+            room = min(len(blocks), (self._settings.staging_bytes - self._saving_bytes) // block_bytes)
+            size_bytes = room * block_bytes
+            self._saving_bytes += size_bytes
+        if not room:
             self._dropped(save, len(blocks))
             return
+        self.dropped_blocks += len(blocks) - room
+        blocks = blocks[:room]
         try:
             rows = self._pages.staging(len(blocks))
             wait = self._pages.gather(save.tables, blocks, rows)
