@@ -96,6 +96,11 @@ class PromptLocations:
         """The longest way; of equally long ones by the share first, then by domains."""
         return best_route((*self.shares[:1], *self.roots), self.continued)
 
+    @property
+    def is_answered(self) -> bool:
+        """True when the agent has answered all that it was asked: an answer has the state of every key."""
+        return all(s.found.states for s in (*self.roots, *self.continued, *self.shares))
+
     def with_share(self, share: Segment) -> "PromptLocations":
         """What is found once a share's chain goes as far as in `share`."""
         return replace(self, shares=tuple(share if s.chain == share.chain else s for s in self.shares))
@@ -126,7 +131,8 @@ def look_up(job: Job) -> Operation[Located]:
     """How much of the prompt can be had, by the longest way."""
     found = yield from locate(job)
     route, most = found.route if found else Route(), job.wanted_blocks
-    return Located(min(route.blocks, most), min(route.shared_blocks, most), route.sources[:most])
+    is_answered = found is None or found.is_answered
+    return Located(min(route.blocks, most), min(route.shared_blocks, most), route.sources[:most], is_answered)
 
 
 def locate_for_load(job: Job) -> Operation[PromptLocations | None]:

@@ -148,6 +148,8 @@ class Located:
     """Those among them that lie in a shared scope; they always come first."""
     sources: tuple[str, ...] = ()
     """Where each leading block is now: a tier name, or `remote`."""
+    is_answered: bool = True
+    """False where an attached agent has not answered all that it was asked: what is not here may be there."""
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):

@@ -106,6 +106,26 @@ def test_a_lookup_tells_what_a_load_would_bring(stored: list[tuple[list[int], st
     assert (found.blocks, found.shared_blocks) == (loaded.blocks, loaded.shared_blocks)
 
 
+def test_a_lookup_says_whether_all_that_it_asked_was_answered(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = list(range(12))
+    bench.store(tokens[:4], DOMAIN)
+    bench.model.looked_up.clear()
+    answered = bench.drive(look_up(job(tokens, DOMAIN, OWN)))
+    assert (answered.blocks, answered.is_answered) == (2, True)
+
+    def late(request: wire.Lookup) -> wire.Found:
+        if len(bench.model.looked_up) < answers:
+            return find(request)
+        raise QuotaExceededError("an error of any kind")
+
+    find, asked = bench.model.lookup, len(bench.model.looked_up)
+    monkeypatch.setattr(bench.model, "lookup", late)
+    for answers in range(asked):  # noqa: B007  `late` reads it.
+        bench.model.looked_up.clear()
+        assert not bench.drive(look_up(job(tokens, DOMAIN, OWN))).is_answered
+    assert bench.drive(look_up(replace(job(tokens, OWN), at=Attached(None)))).is_answered, "it is away"
+
+
 def test_a_long_prompt_is_keyed_beyond_its_first_block_only_where_that_is_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from kvstrata_client.connectors.vllm.engine import (
     parse,
     variant_of,
 )
-from kvstrata_client.connectors.vllm.events import EventBook, Sizes
+from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored
 from kvstrata_client.connectors.vllm.hints import ACTIONS, Generating, Hints, give_early, give_late, hints_of
 from kvstrata_client.connectors.vllm.planner import (
     APART,
@@ -84,6 +84,8 @@ class Bench:
     room: int = 1 << 20
     """Blocks that workers have memory for."""
     events: EventBook | None = None
+    is_answering: bool = True
+    """Whether lookups are answered in full."""
     lookups: int = 0
     spans: list[str] = field(default_factory=list)
     """That lookups were made within."""
@@ -97,7 +99,7 @@ class Bench:
         self.lookups += 1
         self.spans.append(traceparent())
         found = min(self.there, most, len(tokens) // BLOCK)
-        return Located(found, 0, ("dram",) * found)
+        return Located(found, 0, ("dram",) * found, self.is_answering)
 
     def begin(self, name: str, tokens: int, *, first: int = 0) -> Request:
         made = Request(name, list(range(first, first + tokens)))
@@ -338,6 +340,17 @@ def test_a_block_that_there_was_no_memory_for_is_no_miss_and_not_told_as_removed
     one.num_computed_tokens = had // 2 * PAGE
     (save,) = bench.planner.step({"a": 100 - one.num_computed_tokens}).saves
     assert (save.first_block, save.stop_block) == (4, 6), "it is there, whoever had no room for it"
+
+
+def test_pages_that_an_agent_did_not_answer_about_are_not_told_as_removed_however_soon_it_did_not() -> None:
+    book = EventBook(Sizes(PAGE, PAGE, PAGE // BLOCK, 1, DEADLINE_S), lambda *_: None, lambda: 0.0)
+    bench = Bench(there=6, events=book)
+    for name, there, is_answering in (("a", 6, True), ("b", 2, False), ("c", 2, True)):
+        bench.there, bench.is_answering = there, is_answering
+        bench.begin(name, 100)
+        bench.planner.match(name, 0)
+        told = [(type(event), len(event.hashes)) for event in book.take()]
+        assert told == {"a": [(Stored, 3)], "b": [], "c": [(Removed, 2)]}[name]
 
 
 def test_a_block_that_one_of_two_workers_misses_is_a_miss_where_the_other_has_no_memory_for_it() -> None:

@@ -313,7 +313,6 @@ class _Scheduler:
             settings.load_deadline_s,
             settings.miss_s,
             settings.staging_bytes // client.target.layout.block_bytes,
-            settings.lookup_timeout_s,
         )
         self.events: EventBook | None = None
         if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):

@@ -199,8 +199,6 @@ class Limits:
     """How long a block is a miss that was found and could not be fetched."""
     fetch_blocks_max: int
     """Blocks that a worker has memory for: no more of a prompt are fetched, and the rest is computed."""
-    lookup_s: float = float("inf")
-    """A lookup that took so long had no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +440,8 @@ class Planner:
             if is_first:
                 tracked.saved_blocks = tracked.located.blocks
             if self._events is not None:
-                is_answered = self._clock() - now_s < limits.lookup_s
-                self._events.found(tracked.request, tracked.located.sources, most, is_answered=is_answered)
+                found = tracked.located
+                self._events.found(tracked.request, found.sources, most, is_answered=found.is_answered)
         there = self._before_misses(tracked, tracked.located.blocks, now_s)
         stop = self._whole_pages(min(there, most, first + limits.fetch_blocks_max))
         if stop <= first:
