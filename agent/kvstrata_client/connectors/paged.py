@@ -153,6 +153,9 @@ class DeviceWork(Protocol):
     def staging(self, size_bytes: int) -> torch.Tensor:
         """Memory of the host that the device reaches by itself."""
 
+    def allocate(self, size_bytes: int) -> torch.Tensor | None:
+        """Memory of the device; None where that is the host's own. Raises `RuntimeError` as torch does."""
+
     def start(self, work: Callable[[], object]) -> Wait:
         """Let the device do `work`; what is returned waits for it. Raises `RuntimeError` as torch does."""
 
@@ -168,6 +171,11 @@ class CudaWork:
     def staging(self, size_bytes: int) -> torch.Tensor:
         """See `DeviceWork`: pinned."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def allocate(self, size_bytes: int) -> torch.Tensor | None:
+        """See `DeviceWork`."""
+        with torch.cuda.device(self._device):
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
 
     def start(self, work: Callable[[], object]) -> Wait:
         """See `DeviceWork`."""
@@ -186,6 +194,10 @@ class HostWork:
         """See `DeviceWork`."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
+    def allocate(self, size_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
+        """See `DeviceWork`."""
+        return None
+
     def start(self, work: Callable[[], object]) -> Wait:
         """See `DeviceWork`."""
         work()
@@ -203,9 +215,14 @@ def work_of(device: Any, *, is_beside: bool = False) -> DeviceWork:
     return CudaWork(device, torch.cuda.Stream(device) if is_beside else None)
 
 
+def batch_blocks(block_bytes: int, most_bytes: int = 0) -> int:
+    """How long the runs are that `batches_of` makes."""
+    return max(1, (most_bytes or BATCH_BYTES) // block_bytes)
+
+
 def batches_of(blocks: range, block_bytes: int, most_bytes: int = 0) -> list[range]:
     """Blocks in runs of `most_bytes`, `BATCH_BYTES` unless said otherwise, or of one block."""
-    step = max(1, (most_bytes or BATCH_BYTES) // block_bytes)
+    step = batch_blocks(block_bytes, most_bytes)
     return [range(at, min(at + step, blocks.stop)) for at in range(blocks.start, blocks.stop, step)]
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.trace_context import traceparent
+from kvstrata_client.connectors import paged
 from kvstrata_client.connectors.vllm import engine
 from kvstrata_client.connectors.vllm import worker as worker_module
 from kvstrata_client.connectors.vllm.engine import (
@@ -49,6 +50,7 @@ from kvstrata_client.connectors.vllm.planner import (
 from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
+from support.backends.late_device import LateQueue
 from support.client.torch_device import DEVICE
 
 pytestmark = pytest.mark.unit
@@ -771,6 +773,30 @@ def test_blocks_are_the_same_whatever_the_order_of_pages_and_a_window_leaves_pag
     assert not fresh["l1"].permute([order.index(c) for c in "ptkhd"]).reshape(-1, 2, 2, 8)[:PAGE].any(), "nobody's page"
     assert other.saved(((3, 1, 5), (0, 0, 4)), range(2, 6)) == range(2, 2)
     assert other.saved(((3, 1, 5), (0, 0, 4)), range(4, 6)) == range(4, 6)
+
+
+def test_blocks_cross_a_device_in_batches_through_memory_that_was_had_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged, "BATCH_BYTES", 2 * LAYOUT.block_bytes)
+    geometry, tensors = Geometry(TWO_GROUPS, PAGE, 2, 8, 2, 4, "fp32"), tensors_of("pkthd")
+    tables, queue = ((3, 1, 5), (2, 7, 4)), LateQueue()
+    late, here = Pages(tensors, geometry, LAYOUT, queue), Pages(tensors, geometry, LAYOUT, None)
+    assert late.saved(tables, range(1, 6)) == range(1, 6)
+    rows, wanted = late.staging(5), here.staging(5)
+    here.gather(tables, range(1, 6), wanted)()
+    late.gather(tables, range(1, 6), rows)()
+    assert torch.equal(rows, wanted)
+
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    queue = LateQueue(memory_bytes=2 * LAYOUT.block_bytes)
+    back = Pages(fresh, geometry, LAYOUT, queue)
+    for wait in back.scatter([(Load(1, 1, 6, tables), rows)]).values():
+        wait()
+    back.gather(tables, range(1, 6), found := back.staging(5))()
+    assert torch.equal(found, wanted)
+    with pytest.raises(InvalidInputError, match=f"{2 * LAYOUT.block_bytes} B of .* wanted .*out of memory"):
+        Pages(fresh, geometry, LAYOUT, queue)
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:

@@ -26,8 +26,8 @@ from kvstrata_client.connectors.paged import (
     PagedKv,
     TokenRows,
     Wait,
+    batch_blocks,
     batches_of,
-    bring_down,
     work_of,
 )
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
@@ -96,10 +96,17 @@ def _cpu_order(dtype: Any, tokens: int, dim: int) -> torch.Tensor:
 
 
 class Pages:
-    """The KV tensors of a worker as blocks. They stay the engine's."""
+    """The KV tensors of a worker as blocks. They stay the engine's.
+
+    What goes to a device and comes from it crosses memory there that was had at the start, a batch at a time: a refusal
+    in the middle of a step would end that. Order on the stream that is current parts one batch from the next.
+    """
 
     def __init__(self, tensors: Mapping[str, Any], geometry: Geometry, layout: Layout, work: DeviceWork | None) -> None:
-        """Bind tensors by layer. Raises `InvalidInputError` for a shape that is not known."""
+        """Bind tensors by layer.
+
+        Raises `InvalidInputError` for a shape that is not known, and without memory of the device for a batch.
+        """
         self._geometry = geometry
         self._layout = layout
         self._groups = [
@@ -115,6 +122,16 @@ class Pages:
             for number, group in enumerate(geometry.groups)
             for within, position in enumerate(group.positions)
         }
+        self._between = self._allocate(batch_blocks(layout.block_bytes))
+        """Memory of the device that blocks cross: (blocks of a batch, block bytes) uint8; None where pages are here."""
+
+    def _allocate(self, blocks: int) -> torch.Tensor | None:
+        size_bytes = blocks * self._layout.block_bytes
+        try:
+            memory = self.work.allocate(size_bytes)
+        except _NO_MEMORY as e:
+            raise InvalidInputError(f"{size_bytes} B of {self.device} wanted for blocks on their way: {e}") from e
+        return None if memory is None else memory.view(blocks, self._layout.block_bytes)
 
     def staging(self, blocks: int) -> torch.Tensor:
         """Memory of the host for so many blocks: (blocks, block bytes) uint8."""
@@ -130,8 +147,12 @@ class Pages:
         return range(first, blocks.stop) if first == blocks.start else range(blocks.start, blocks.start)
 
     def gather(self, tables: Tables, blocks: range, into: torch.Tensor) -> Wait:
-        """Copy blocks out of their pages into memory of the host; what is returned waits for it."""
-        return self.work.start(partial(bring_down, partial(self._gather, tables), blocks, into, self.device))
+        """Copy blocks, one or more, out of their pages into memory of the host; what is returned waits for it."""
+        wait: Wait
+        for part in batches_of(blocks, self._layout.block_bytes):
+            rows = into[part.start - blocks.start : part.stop - blocks.start]
+            wait = self.work.start(partial(self._bring_down, tables, part, rows))
+        return wait
 
     def scatter(self, loads: Sequence[tuple[Load, torch.Tensor]]) -> dict[int, Wait]:
         """Copy blocks into their pages, some at a time; what is returned waits for each layer of all of them.
@@ -150,7 +171,16 @@ class Pages:
         return waits
 
     def _bring(self, part: torch.Tensor, there: list[torch.Tensor]) -> None:
-        there.append(part.to(self.device, non_blocking=True))
+        between = self._between
+        there.append(part if between is None else between[: len(part)].copy_(part, non_blocking=True))
+
+    def _bring_down(self, tables: Tables, blocks: range, into: torch.Tensor) -> None:
+        if self._between is None:
+            self._gather(tables, blocks, into)
+            return
+        gathered = self._between[: len(blocks)]
+        self._gather(tables, blocks, gathered)
+        into.copy_(gathered, non_blocking=True)
 
     def _gather(self, tables: Tables, blocks: range, into: torch.Tensor) -> None:
         layers = self.layers_of(into)
