@@ -389,7 +389,7 @@ def test_requests_of_before_a_reset_are_neither_loaded_nor_saved_any_more() -> N
     (fetch,) = bench.planner.step({"running": 32}).fetches
     running.num_computed_tokens = 32
     bench.planner.reset()
-    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    bench.planner.fetched({fetch.fetch: FetchEnd(1, 4, ("dram",) * 4)})
 
     assert bench.planner.match("fetching", 0) == 0
     plan = bench.planner.step({"running": 32})
@@ -397,6 +397,23 @@ def test_requests_of_before_a_reset_are_neither_loaded_nor_saved_any_more() -> N
     assert not bench.planner.is_waiting
     bench.begin("later", 100)
     assert bench.planner.match("later", 0) is None
+
+
+@pytest.mark.parametrize("there", [0, 3, 12])
+def test_what_the_agent_has_of_a_prompt_that_the_engine_has_whole_is_not_saved_again(there: int) -> None:
+    bench = Bench(there=there)
+    request = bench.begin("a", 200)
+    assert [bench.planner.match("a", 192) for _ in range(3)] == [0, 0, 0]
+    assert bench.lookups == 1
+    bench.planner.allocated("a", [[1, 2, 3, 4, 5, 6, 7]], 0)
+    bench.planner.give_pages("a", [[1, 2, 3, 4, 5, 6, 7]], are_all=True)
+    request.num_computed_tokens = 192
+    plan = bench.planner.step({"a": 8})
+    assert plan.fetches == []
+    assert [(s.first_block, s.stop_block) for s in plan.saves] == ([(there, 12)] if there < 12 else [])
+
+    bench.begin("short", PAGE)
+    assert (bench.planner.match("short", 0), bench.lookups) == (0, 1), "of less than a page nothing can be had"
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(0, 8))

@@ -430,10 +430,10 @@ class Planner:
     def _begin_fetch(self, tracked: _Tracked, request_id: str, first: int) -> int | None:
         limits, now_s = self._limits, self._clock()
         most = self._whole_pages((len(tracked.tokens) - 1) // limits.block_tokens)  # One token is left to compute.
-        if tracked.given_up or most <= first:
+        is_first = tracked.located_at_s == float("-inf")  # Also where nothing is lacking: what is there is not saved.
+        if tracked.given_up or not most or (most <= first and not is_first):
             return 0
         if now_s >= tracked.located_at_s + LOOKED_UP_S:
-            is_first = tracked.located_at_s == float("-inf")
             with passed_on(tracked.traceparent):
                 tracked.located = self._lookup(tracked.tokens, tracked.variant, tracked.session, most)
             tracked.located_at_s = now_s
