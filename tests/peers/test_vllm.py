@@ -117,7 +117,6 @@ def test_hints_that_vllms_requests_carry_reach_the_agent(engine: Open, agent: Ag
         driver.ask("converse", session="a", prompt=prompt, actions=hinted)
         until(lambda: told("a").get("urgency") == 40 and told("a")["retained_s"] > 900.0)
         assert 300.0 < told("a")["expected_return_s"] <= 500.0
-        driver.ask("converse", session="a", prompt=prompt, actions=hinted)  # Its blocks are stored by now.
         until(lambda: holders("a") == {"pins"})
 
         complete = {"action_type": "session_complete", "payload": {"archive": False}}

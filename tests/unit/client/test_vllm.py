@@ -31,7 +31,17 @@ from kvstrata_client.connectors.vllm.engine import (
     variant_of,
 )
 from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored
-from kvstrata_client.connectors.vllm.hints import ACTIONS, Generating, Hints, give_early, give_late, hints_of
+from kvstrata_client.connectors.vllm.hints import (
+    ACTIONS,
+    Generating,
+    Hints,
+    LateNotes,
+    give_early,
+    give_end,
+    give_late,
+    give_pause,
+    hints_of,
+)
 from kvstrata_client.connectors.vllm.planner import (
     APART,
     HALF_RATE_MAX,
@@ -94,7 +104,7 @@ class Bench:
     planner: Planner = field(init=False)
 
     def __post_init__(self) -> None:
-        limits = Limits(BLOCK, PAGE, self.workers, DEADLINE_S, MISS_S, self.room)
+        limits = Limits(BLOCK, PAGE, self.workers, DEADLINE_S, MISS_S, self.room, self.workers)
         self.planner = Planner(self._lookup, limits, lambda: self.now_s, self.events)
 
     def _lookup(self, tokens: Any, _variant: str, _session: str, most: int) -> Located:
@@ -275,8 +285,8 @@ def test_a_worker_that_carries_out_nothing_holds_nobody_up() -> None:
     fetched, saved = bench.planner.step({}).refused()
     bench.planner.fetched(fetched)
     assert (bench.planner.match("a", 0), saved) == (0, {})
-    saves = [Save(np.zeros(16, np.uint32), "", "", 0, 1, (), number) for number in (0, 7)]
-    assert Plan(saves=saves).refused() == ({}, {7: (1, False)})
+    saves = [Save(np.zeros(16, np.uint32), "", "", 0, 1, (), number) for number in (6, 7)]
+    assert Plan(saves=saves).refused() == ({}, {6: (1, False), 7: (1, False)})
 
 
 @pytest.mark.parametrize("had", [0, 1, 2, 3])
@@ -627,34 +637,77 @@ def test_hints_are_given_when_a_request_arrives_and_when_it_has_ended() -> None:
     assert noted.calls == [("fetch", {"session": "s"}), ("prefetch", {"session": ""})], "a fetch brings all of it"
 
     noted.calls.clear()
-    give_late(noted, noted, tokens, Hints(pin_s=5.0, demote=True, share=True, retain_s=9.0, complete="archive"))
+    unnamed = Hints(pin_s=5.0, demote=True, share=True, retain_s=9.0, complete="archive")
+    give_pause(noted, unnamed)
+    give_late(noted, tokens, unnamed)
+    give_end(noted, unnamed)
     assert [name for name, *_ in noted.calls] == ["pin", "share", "demote"], "no session is named"
 
     noted.calls.clear()
-    give_late(noted, noted, tokens, Hints(session="s", tool_wait_s=7.0, retain_s=9.0, complete="drop"))
+    named = Hints(session="s", tool_wait_s=7.0, retain_s=9.0, complete="drop")
+    give_pause(noted, named)
+    give_late(noted, tokens, named)
+    give_end(noted, named)
     assert noted.calls == [
         ("tool_wait", "s", 7.0, {"urgency": 0}),
         ("retain_session", "s", 9.0, {}),
         ("complete_session", "s", {"archive": False}),
     ]
     noted.calls.clear()
-    give_late(noted, noted, tokens, Hints(session="s"))
+    give_pause(noted, Hints(session="s"))
+    give_end(noted, Hints(session="s"))
     assert noted.calls == [("touch_session", "s", "idle", {})]
 
 
 def test_a_session_is_over_when_the_last_of_its_requests_is() -> None:
-    generating, noted = Generating(), cast("Any", Given())
+    generating = Generating()
     assert [generating.begin(n, "s") for n in ("0_r", "1_r", "1_r")] == [True, False, False]
     assert generating.begin("other", "t")
     assert not generating.begin("alone", "")
-    tokens, hints = np.arange(4, dtype=np.uint32), Hints(session="s", pin_s=5.0, complete="archive")
 
-    assert not generating.end("0_r")
-    give_late(noted, noted, tokens, hints, is_last=False)
-    assert [name for name, *_ in noted.calls] == ["pin"], "another one generates"
+    assert not generating.end("0_r"), "another one generates"
     assert generating.end("1_r")
     assert generating.end("alone")
     assert generating.begin("2_r", "s"), "a later turn"
+
+
+def test_what_is_about_blocks_is_told_once_these_are_stored_or_the_session_goes_on_or_time_is_up() -> None:
+    told: list[str] = []
+
+    def tell(notes: list[Any]) -> list[str]:
+        told.clear()
+        for note in notes:
+            note()
+        return list(told)
+
+    late = LateNotes()
+    assert (late.next_s, late.due(1e9)) == (None, [])
+    late.add(lambda: told.append("pin"), {1, 2}, 5.0)
+    late.add(lambda: told.append("end"), {2}, 6.0, "s")
+    late.add(lambda: told.append("other"), {3}, 7.0, "t")
+    assert late.next_s == 5.0
+    assert tell(late.ended({1, 9})) == []
+    assert tell(late.goes_on("s")) == ["end"]
+    assert tell(late.ended({2})) == ["pin"]
+    assert tell(late.due(6.9)) == []
+    assert tell(late.due(7.0)) == ["other"]
+    assert late.next_s is None
+
+
+def test_saves_of_a_request_or_session_are_on_their_way_until_all_workers_have_ended_them() -> None:
+    bench = Bench(workers=2)
+    for name, session in (("a", "s"), ("b", "s"), ("c", "")):
+        request = Request(name, list(range(64)))
+        bench.planner.begin(request, "", session)
+        bench.planner.give_pages(name, [[1, 2]], are_all=True)
+    numbers = {name: save.number for name in ("a", "b", "c") for save in bench.planner.step({name: 64}).saves}
+    bench.planner.finish("a")
+    assert bench.planner.saves_of("a") == {numbers["a"]}, "a request that has ended"
+    assert bench.planner.saves_of("a", "s") == {numbers["a"], numbers["b"]}
+    assert bench.planner.saves_of("c", "") == {numbers["c"]}
+    assert bench.planner.saved({numbers["a"]: (1, True), numbers["b"]: (2, False), 99: (1, True)}) == {numbers["b"]}
+    assert bench.planner.saved({numbers["a"]: (1, True)}) == {numbers["a"]}
+    assert bench.planner.saves_of("a", "s") == set()
 
 
 def test_what_a_request_computes_with_media_that_came_later_is_neither_saved_nor_loaded() -> None:

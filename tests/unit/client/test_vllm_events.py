@@ -38,6 +38,7 @@ class Bench:
     savers: int = 1
     hash_tokens: int = PAGE
     now_s: float = 0.0
+    numbers: int = 0
     book: EventBook = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,8 +47,13 @@ class Bench:
         self.book = EventBook(sizes, lambda _r, first, stop: (first, stop), lambda: self.now_s, media)
         self.book.begin("a")
 
+    def begin(self, first: int, stop: int, request: Request | None = None) -> int:
+        self.numbers += 1
+        self.book.saving(self.numbers, request or Request(), first, stop)
+        return self.numbers
+
     def save(self, first: int, stop: int, *, whole: tuple[bool, ...] = (True,), request: Request | None = None) -> None:
-        number = self.book.saving(request or Request(), first, stop)
+        number = self.begin(first, stop, request)
         for is_whole in whole:
             self.book.saved({number: (1, is_whole)})
 
@@ -70,7 +76,7 @@ def test_a_page_is_stored_once_all_its_blocks_are_with_parent_tokens_and_what_th
 
 def test_every_worker_that_saves_has_to_have_stored_all_of_it() -> None:
     bench = Bench(savers=2)
-    number = bench.book.saving(Request(), 0, 4)
+    number = bench.begin(0, 4)
     bench.book.saved({number: (1, True)})
     assert (bench.book.take(), bench.book.is_waiting) == ([], True)
     bench.book.saved({number: (1, True)})
@@ -85,7 +91,7 @@ def test_behind_a_gap_nothing_is_stored_and_a_save_that_never_ends_is_not_waited
     bench.save(2, 4, whole=(False,))
     bench.save(4, 6)
     assert [e.hashes for e in bench.book.take()] == [pages(0)]
-    bench.book.saving(Request(), 6, 8)
+    bench.begin(6, 8)
     assert bench.book.is_waiting
     bench.now_s += 2.0 * events.PENDING_S_FACTOR
     assert not bench.book.is_waiting
@@ -119,7 +125,7 @@ def test_pages_that_were_asked_for_and_not_found_are_removed_unless_nobody_answe
 
 def test_a_request_that_has_ended_is_told_of_and_a_strange_report_is_passed_over() -> None:
     bench = Bench()
-    number = bench.book.saving(Request(), 0, 4)
+    number = bench.begin(0, 4)
     bench.book.finish("a")
     bench.book.saved({number: (1, True), 77: (1, True)})
     assert [e.hashes for e in bench.book.take()] == [pages(0, 1)]

@@ -1,7 +1,9 @@
 """The connector as vLLM makes it: one half in the scheduler's process, one in each worker's."""
 
+import contextlib
 import json
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -9,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -34,7 +37,19 @@ from kvstrata_client.connectors.vllm.engine import (
     variant_of,
 )
 from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored, medium_of
-from kvstrata_client.connectors.vllm.hints import PARAMS, Generating, Hints, give_early, give_late, hints_of, tokens_of
+from kvstrata_client.connectors.vllm.hints import (
+    PARAMS,
+    Generating,
+    Hints,
+    LateNotes,
+    Note,
+    give_early,
+    give_end,
+    give_late,
+    give_pause,
+    hints_of,
+    tokens_of,
+)
 from kvstrata_client.connectors.vllm.planner import Fetched, Limits, Plan, Planner, Saved, Tokens
 from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.verbs.results import Located
@@ -167,8 +182,7 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         reports = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(reports, WorkerReports):
             self._scheduler.planner.fetched(reports.fetched)
-            if self._scheduler.events is not None:
-                self._scheduler.events.saved(reports.saved)
+            self._scheduler.saved(reports.saved)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """See vLLM. Pages may be freed at once; the answer's `kv_transfer_params` has the tokens that were loaded."""
@@ -191,9 +205,8 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def has_pending_push_work(self) -> bool:
-        """See vLLM. True while blocks are being stored that routers are to hear of: the engine makes empty steps."""
-        events = self._scheduler.events if self._scheduler is not None else None
-        return events is not None and events.is_waiting
+        """See vLLM. True while blocks are stored that routers are to hear of, or hints are about: steps are made."""
+        return self._scheduler is not None and self._scheduler.awaits_saves
 
     # Worker.
 
@@ -305,7 +318,9 @@ class _Scheduler:
         self, settings: Settings, geometry: Geometry, client: Client, vllm_config: Any, kv_cache_config: Any
     ) -> None:
         self._client = client
+        self._deadline_s = settings.load_deadline_s
         parallel = vllm_config.parallel_config
+        savers = parallel.world_size // (parallel.tensor_parallel_size if geometry.kv_parts == 1 else 1)
         limits = Limits(
             settings.block_tokens,
             geometry.page_tokens,
@@ -313,6 +328,7 @@ class _Scheduler:
             settings.load_deadline_s,
             settings.miss_s,
             settings.staging_bytes // client.target.layout.block_bytes,
+            savers,
         )
         self.events: EventBook | None = None
         if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):
@@ -321,7 +337,7 @@ class _Scheduler:
                 page_tokens=geometry.page_tokens,
                 hash_tokens=getattr(vllm_config.cache_config, "prefix_match_unit", None) or geometry.page_tokens,
                 page_blocks=geometry.page_tokens // settings.block_tokens,
-                savers=parallel.world_size // (parallel.tensor_parallel_size if geometry.kv_parts == 1 else 1),
+                savers=savers,
                 pending_s=settings.load_deadline_s,
             )
             self.events = EventBook(sizes, self._publisher.describe, time.monotonic)
@@ -337,8 +353,14 @@ class _Scheduler:
         self._unnamed = False
         self._next_problem_s = 0.0
         self._next_report_s = 0.0
-        self._notes: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._send_notes, name="kvstrata-sessions", daemon=True).start()
+        self._notes: queue.SimpleQueue[Note | None] = queue.SimpleQueue()
+        self._late = LateNotes()
+        """The sending thread's."""
+        self._awaited: set[int] = set()
+        """Saves that late notes wait for."""
+        self._awaited_until_s = 0.0
+        self._sending = threading.Thread(target=self._send_notes, name="kvstrata-sessions", daemon=True)
+        self._sending.start()
 
     def begin(self, request: Any) -> None:
         variant = self._variant(request)
@@ -358,6 +380,7 @@ class _Scheduler:
             self._note(self._read_media)
         client, name = self._client, hints.session
         if name:
+            self._note(lambda: _give(self._late.goes_on(name)))
             if self._generating.begin(request.request_id, name):
                 self._note(lambda: client.open_session(name, parent=hints.parent, priority=hints.priority))
             self._note(lambda: client.touch_session(name, "decoding", urgency=hints.urgency))
@@ -376,7 +399,7 @@ class _Scheduler:
             if pages is not None:
                 self.planner.give_pages(request_id, pages, are_all=request_id in cached.resumed_req_ids)
         plan = self.planner.step(output.num_scheduled_tokens)
-        if not output.num_scheduled_tokens and not plan.fetches and self.planner.is_waiting:
+        if not output.num_scheduled_tokens and not plan.fetches and (self.planner.is_waiting or self.awaits_saves):
             time.sleep(PAUSE_S)
         self._report()
         return plan
@@ -386,8 +409,14 @@ class _Scheduler:
         is_last = self._generating.end(request.request_id)
         variant = self._variant(request)
         if hints != Hints() and variant is not None:
-            cache, tokens = PrefixCache(self._client, variant=variant), tokens_of(request)
-            self._note(lambda: give_late(self._client, cache, tokens, hints, is_last=is_last))
+            late = partial(give_late, PrefixCache(self._client, variant=variant), tokens_of(request), hints)
+            saves_of, session = partial(self.planner.saves_of, request.request_id), hints.session
+            if is_last:
+                self._note(partial(give_pause, self._client, hints))
+            if hints.pin_s or hints.share or hints.demote:
+                self._note_late(late, saves_of())
+            if is_last and hints.complete:
+                self._note_late(partial(give_end, self._client, hints), saves_of(session), session)
         hits = self.planner.finish(request.request_id)
         return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
 
@@ -397,12 +426,26 @@ class _Scheduler:
             self.planner.reset()
             _log.warning("vLLM has reset its caches: what kvstrata keeps from now on is found by this engine alone")
 
+    def saved(self, saved: Saved) -> None:
+        ended = self.planner.saved(saved) & self._awaited
+        if ended:
+            self._awaited -= ended
+            self._note(lambda: _give(self._late.ended(ended)))
+
+    @property
+    def awaits_saves(self) -> bool:
+        """True while a save is on its way that should end soon, and that routers or hints wait for."""
+        if self.events is not None and self.events.is_waiting:
+            return True
+        return bool(self._awaited) and time.monotonic() < self._awaited_until_s
+
     def take_events(self) -> Iterable[Any]:
         """Events since the last call, as vLLM publishes them."""
         return [e for event in self.events.take() for e in self._publisher.made(event)] if self.events else ()
 
     def close(self) -> None:
         self._notes.put(None)
+        self._sending.join(self._deadline_s)
         self._client.close()
 
     def _lookup(self, tokens: Tokens, variant: str, session: str, blocks_max: int) -> Located:
@@ -436,14 +479,34 @@ class _Scheduler:
         load["half_rate_tokens"] = pace.half_rate_tokens
         self._note(lambda: self._client.report_engine(rate, **load))
 
-    def _note(self, note: Callable[[], Any]) -> None:
+    def _note_late(self, note: Note, saves: set[int], session: str = "") -> None:
+        """Have something told once saves have ended; their session's going on, or the time of a load, ends that."""
+        if not saves:
+            self._note(note)
+            return
+        self._awaited |= saves
+        self._awaited_until_s = time.monotonic() + self._deadline_s
+        self._note(partial(self._late.add, note, saves, self._awaited_until_s, session))
+
+    def _note(self, note: Note) -> None:
         """Have something told or asked beside the scheduler; left out while an agent that hangs holds up too many."""
         if self._notes.qsize() < NOTES_MAX:
             self._notes.put(note)
 
     def _send_notes(self) -> None:
-        while (note := self._notes.get()) is not None:
-            try:
-                note()
-            except Exception:  # noqa: BLE001  A thread's root: the engine goes on.
-                _log.exception("a session's state was not reported")
+        is_open = True
+        while is_open:
+            next_s = self._late.next_s
+            with contextlib.suppress(queue.Empty):
+                note = self._notes.get(timeout=None if next_s is None else max(0.0, next_s - time.monotonic()))
+                is_open = note is not None
+                _give([note] if note is not None else [])
+            _give(self._late.due(time.monotonic() if is_open else math.inf))
+
+
+def _give(notes: Iterable[Note]) -> None:
+    for note in notes:
+        try:
+            note()
+        except Exception:  # noqa: BLE001  A thread's root: the engine goes on.
+            _log.exception("a session's state was not reported")

@@ -120,7 +120,6 @@ class EventBook:
     _places: OrderedDict[bytes, Place] = field(default_factory=OrderedDict)
     """Of pages that were reported as stored."""
     _events: list[Stored | Removed] = field(default_factory=list)
-    _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     @property
     def is_waiting(self) -> bool:
@@ -166,15 +165,13 @@ class EventBook:
         first = block // self.sizes.page_blocks
         self._remove(self._hashes(request, first + 1)[first:])
 
-    def saving(self, request: HashedRequest, first_block: int, stop_block: int) -> int:
-        """Expect the reports of a save; returns its number, by which workers report it."""
+    def saving(self, number: int, request: HashedRequest, first_block: int, stop_block: int) -> None:
+        """Expect the reports of a save by its number."""
         size = self.sizes.page_blocks
-        number = next(self._numbers)
         chain = self._chains[request.request_id]
         run = self._run(request, first_block // size, stop_block // size, Place())
         until_s = self.clock() + PENDING_S_FACTOR * self.sizes.pending_s
         self._pending[number] = _Pending(chain, first_block, stop_block, run, until_s)
-        return number
 
     def saved(self, reports: Mapping[int, tuple[int, bool]]) -> None:
         """Take in by save how many workers have ended it, and whether all of them have stored all of it."""

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -159,23 +160,81 @@ class Generating:
         return is_last
 
 
-def give_late(client: Client, cache: PrefixCache, tokens: Tokens, hints: Hints, *, is_last: bool = True) -> None:
-    """Give the hints that are for when a request has ended; its end of a session comes last.
+def give_pause(client: Client, hints: Hints) -> None:
+    """Give the hints that are for when the last request of a session that went on has ended."""
+    if hints.session and hints.tool_wait_s:
+        client.tool_wait(hints.session, hints.tool_wait_s, urgency=hints.urgency)
+    elif hints.session:
+        client.touch_session(hints.session, "idle")
+    if hints.session and hints.retain_s:
+        client.retain_session(hints.session, hints.retain_s)
 
-    Those of its session are for when no other request of that goes on.
-    """
-    name = hints.session if is_last else ""
-    if name and hints.tool_wait_s:
-        client.tool_wait(name, hints.tool_wait_s, urgency=hints.urgency)
-    elif name:
-        client.touch_session(name, "idle")
-    if name and hints.retain_s:
-        client.retain_session(name, hints.retain_s)
+
+def give_late(cache: PrefixCache, tokens: Tokens, hints: Hints) -> None:
+    """Give the hints that are for when a request's blocks are stored."""
     if hints.pin_s:
         cache.pin(tokens, hints.pin_s)
     if hints.share:
         cache.share(tokens)
     if hints.demote:
         cache.demote(tokens)
-    if name and hints.complete:
-        client.complete_session(name, archive=hints.complete == "archive")
+
+
+def give_end(client: Client, hints: Hints) -> None:
+    """Give the end of a session, which is for when all its blocks are stored."""
+    if hints.session and hints.complete:
+        client.complete_session(hints.session, archive=hints.complete == "archive")
+
+
+Note = Callable[[], object]
+"""Gives hints."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    note: Note
+    saves: set[int]
+    """Those that have not ended."""
+    session: str
+    until_s: float
+
+
+class LateNotes:
+    """Notes that wait for saves: of blocks that are not stored yet, nothing can be pinned. One thread.
+
+    They are due once these have ended, once their session goes on, which may not be ended then, and when time is up.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_Late] = []
+        """As many at most as are added within the time that one waits."""
+
+    def add(self, note: Note, saves: Iterable[int], until_s: float, session: str = "") -> None:
+        """Have a note wait for saves."""
+        self._waiting.append(_Late(note, set(saves), session, until_s))
+
+    def ended(self, saves: Iterable[int]) -> list[Note]:
+        """Take note that saves have ended; returns what is due."""
+        ended = set(saves)
+        for late in self._waiting:
+            late.saves.difference_update(ended)
+        return self._taken(lambda late: not late.saves)
+
+    def goes_on(self, session: str) -> list[Note]:
+        """Take note that a session has another request; returns what is due."""
+        return self._taken(lambda late: late.session == session)
+
+    def due(self, now_s: float) -> list[Note]:
+        """Return what has waited for long enough."""
+        return self._taken(lambda late: late.until_s <= now_s)
+
+    @property
+    def next_s(self) -> float | None:
+        """When one will have; None while none waits."""
+        return min((late.until_s for late in self._waiting), default=None)
+
+    def _taken(self, is_due: Callable[[_Late], bool]) -> list[Note]:
+        due = [late for late in self._waiting if is_due(late)]
+        if due:
+            self._waiting = [late for late in self._waiting if not is_due(late)]
+        return [late.note for late in due]

@@ -89,8 +89,8 @@ class Save:
     first_block: int
     stop_block: int
     tables: Tables
-    number: int = 0
-    """By which workers report its end; 0: nobody asks."""
+    number: int
+    """By which workers report its end."""
     traceparent: str = ""
     """Span that the request came with."""
 
@@ -107,7 +107,7 @@ class Plan:
     def refused(self) -> tuple["Fetched", "Saved"]:
         """What a worker reports that carries out nothing of this, so that nobody waits for it."""
         fetched = {fetch.fetch: FetchEnd() for fetch in self.fetches}
-        return fetched, {save.number: (1, False) for save in self.saves if save.number}
+        return fetched, {save.number: (1, False) for save in self.saves}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class FetchEnd:
 Fetched = Mapping[int, FetchEnd]
 """By fetch."""
 Saved = Mapping[int, tuple[int, bool]]
-"""By numbered save: how many workers have ended it, and whether it is whole at all of them."""
+"""By save: how many workers have ended it, and whether it is whole at all of them."""
 
 
 @dataclass(slots=True)
@@ -159,6 +159,15 @@ class _Staged:
     def sources(self) -> tuple[str, ...]:
         """Where those were."""
         return self.end.sources if self.end else ()
+
+
+@dataclass(slots=True)
+class _Saving:
+    """One save until all workers that save have ended it."""
+
+    request_id: str
+    session: str
+    reports: int = 0
 
 
 @dataclass(slots=True)
@@ -199,6 +208,8 @@ class Limits:
     """How long a block is a miss that was found and could not be fetched."""
     fetch_blocks_max: int
     """Blocks that a worker has memory for: no more of a prompt are fetched, and the rest is computed."""
+    savers: int
+    """Workers that save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +273,8 @@ class Planner:
         self._by_key: dict[bytes, _Staged] = {}
         self._misses: dict[bytes, float] = {}
         self._numbers = itertools.count(1)
+        self._saving: dict[int, _Saving] = {}
+        """By number."""
         self._plan = Plan()
         self._prefills: deque[TimedPrompt] = deque(maxlen=PREFILLS)
         """From the begin of the first step to the first token that is known."""
@@ -382,6 +395,25 @@ class Planner:
             wanted = staged.what.stop_block - staged.what.first_block
             if end.workers >= self._limits.workers and end.blocks < wanted and end.had_room:
                 self._note_miss(staged)
+
+    def saved(self, saved: Saved) -> set[int]:
+        """Take in which saves workers have ended; returns those that all have."""
+        if self._events is not None:
+            self._events.saved(saved)
+        ended = set()
+        for number, (reports, _) in saved.items():
+            if (saving := self._saving.get(number)) is None:
+                continue
+            saving.reports += reports
+            if saving.reports >= self._limits.savers:
+                del self._saving[number]
+                ended.add(number)
+        return ended
+
+    def saves_of(self, request_id: str, session: str = "") -> set[int]:
+        """Saves of a request, and of all of a session if one is named, that have not ended."""
+        saving = self._saving.items()
+        return {n for n, s in saving if s.request_id == request_id or (session and s.session == session)}
 
     def finish(self, request_id: str) -> Counter[str]:
         """Forget a request; returns the tokens that were loaded for it by where they were."""
@@ -512,7 +544,10 @@ class Planner:
         tracked.saved_blocks = full
         used = -(-full // self._page_blocks)
         tables = tuple(tuple(table[:used]) for table in tracked.tables)
-        number = self._events.saving(tracked.request, first, full) if self._events is not None else 0
+        number = next(self._numbers)
+        self._saving[number] = _Saving(tracked.request.request_id, tracked.session)
+        if self._events is not None:
+            self._events.saving(number, tracked.request, first, full)
         prompt, trace = (tracked.tokens, tracked.variant, tracked.session), tracked.traceparent
         self._plan.saves.append(Save(*prompt, first, full, tables, number, trace))
 

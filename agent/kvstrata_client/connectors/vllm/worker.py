@@ -294,7 +294,7 @@ class Worker:
         return ended
 
     def saved(self) -> Saved:
-        """Numbered saves that have ended since the last call: 1, and whether all their blocks are stored."""
+        """Saves that have ended since the last call: 1, and whether all their blocks are stored."""
         with self._lock:
             saved, self._saved = self._saved, {}
         return saved
@@ -430,9 +430,8 @@ class Worker:
             self._note_saved(save, is_whole=is_whole)
 
     def _note_saved(self, save: Save, *, is_whole: bool) -> None:
-        if save.number:
-            with self._lock:
-                self._saved[save.number] = (1, is_whole)
+        with self._lock:
+            self._saved[save.number] = (1, is_whole)
 
     def _store_all(self) -> None:
         while (store := self._saves.get()) is not None:
