@@ -64,6 +64,7 @@ class _Meta(msgspec.Struct, rename="camel"):
     labels: dict[str, str] = {}
     owner_references: list[msgspec.Raw] = []
     annotations: dict[str, str] = {}
+    creation_timestamp: str = ""
     deletion_timestamp: str | None = None
     generation: int = 0
 
@@ -275,6 +276,7 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
         weights=tuple(_weights(w) for w in status.models),
         is_heard=status.observed_generation >= meta.generation,
         erased={intern(e.uid): e.key_version for e in status.erased} or _NONE,
+        created=meta.creation_timestamp,
     )
 
 

@@ -205,6 +205,8 @@ class PoolNodeSeen:
     """True when the status speaks of the spec as it is now."""
     erased: Mapping[str, int] = field(default_factory=dict)
     """Key version, by uid of the tenant, before which the node holds nothing any more; only of erasures under way."""
+    created: str = ""
+    """RFC 3339, or empty."""
 
     def is_true(self, type_: str) -> bool:
         """True when the condition exists and is True."""

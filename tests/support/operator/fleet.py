@@ -273,6 +273,7 @@ class Fleet:
     def _make(self, ref: Ref, body: Any) -> None:
         made = json.loads(json.dumps(body))
         made["metadata"] |= {"uid": f"uid-{next(self._numbers)}", "generation": 1}
+        made["metadata"]["creationTimestamp"] = self.now.isoformat()
         self.objects[ref] = made
         self._touch(ref)
 

@@ -147,6 +147,44 @@ def test_a_drain_holds_until_its_operation_is_gone() -> None:
     assert not is_drained(fleet, "n0")
 
 
+@pytest.mark.parametrize("tier", [None, "dram"])
+def test_a_drain_that_is_complete_asks_nobody_who_comes_later(tier: str | None) -> None:
+    fleet = running()
+    more: Json = {"tier": tier} if tier else {}
+    ref = operate(fleet, "op", "Drain", nodes={"names": ["n1"], "matchLabels": {"rack": "r0"}}, **more)
+    uid = fleet.objects[ref]["metadata"]["uid"]
+
+    def asked() -> list[str]:
+        return sorted(n for n in here_of(fleet) if (uid in orders(fleet, n) if tier else is_drained(fleet, n)))
+
+    fleet.settle()
+    assert asked() == ["n0", "n1", "n2"]
+    for node in asked():
+        listen(fleet, node)
+        if tier:
+            answer(fleet, node, uid)
+    fleet.settle()
+    assert state(fleet, ref) == "Complete"
+    fleet.pass_time(TIMEOUT_S * 10)
+    fleet.delete(Ref(kinds.NODE, "n1"))
+    for node in ("n1", "n2"):
+        fleet.fall_silent(f"p.{node}")
+    fleet.settle(16)
+    fleet.node("n1", pool="yes", rack="r1")
+    fleet.node("n3", pool="yes", rack="r0")
+    fleet.settle(16)
+
+    assert here_of(fleet) == {"n0", "n1", "n2", "n3"}
+    assert asked() == ["n0", "n1", "n2"]  # n1 is another KVPoolNode by now, and is named.
+    drain_by_hand = {"requested": True, "mode": "Demote", "deadline": ""}
+    fleet.objects[pool_node("p", "n3")]["spec"]["drain"] = drain_by_hand
+    fleet.settle()
+    assert asked() == ["n0", "n1", "n2"]
+    fleet.delete(ref)
+    fleet.settle()
+    assert asked() == []
+
+
 def test_a_drain_that_is_cancelled_after_its_end_is_undone_and_stays_complete() -> None:
     fleet = running()
     ref = drain(fleet)

@@ -3,8 +3,8 @@
 What is remembered is in the objects: `status.startedAt` and the one final condition of the KVOperation, the orders in
 the specs of KVPoolNodes, and their agents' answers. Laws: every operation ends, `timeoutSeconds` after its start at the
 latest; an end is final; one that is cancelled wants nothing of anybody from then on; a node is asked only between start
-and end, but a drain holds until its KVOperation is gone; nothing is asked for before the start is stored, so that a
-restart at any point goes on with the same deadline.
+and end, but a drain holds until its KVOperation is gone, on nodes that it names and those that it had asked; nothing is
+asked for before the start is stored, so that a restart at any point goes on with the same deadline.
 
 Laws of migrations: blocks never come under another layout, never from a medium that survives a restart to pools without
 one unless they stay, and never from a sealed medium to an open one; every source node has a target while there is one,
@@ -333,11 +333,28 @@ def _ask(operation: Operation, around: Around, asked: _Asked) -> None:
     if (end is not None and not is_holding) or operation.error or _fault(model, around):
         return
     meant = _targets(model, around)
+    if is_holding:
+        meant = tuple(node for node in meant if _is_held(operation, model, node, around))
     for node in meant:
         if _is_whole_drain(model):
             asked.drains.setdefault(node, DrainSeen(requested=True, mode="Demote", deadline=format_time(last)))
         elif len(its := asked.orders.setdefault(node, [])) < ORDERS_MAX:
             its.append(_migrate_order(operation, node, meant, around) or _order(operation.uid, model))
+
+
+def _is_held(operation: Operation, model: KVOperation, name: str, around: Around) -> bool:
+    """True where a drain that is Complete holds a node: one that it names, or had asked before its end.
+
+    An order to drain alone would not tell: a roll of the agents drains nodes that came later, too.
+    """
+    assert model.spec.drain is not None, "only drains hold"
+    node = around.seen.get(name)
+    if node is None or name in model.spec.drain.nodes.names:
+        return node is not None
+    if not _is_whole_drain(model):
+        return operation.uid in node.orders
+    made, finish = parse_time(node.created), finished_at(operation)
+    return node.drain.requested and (made is None or finish is None or made <= finish)
 
 
 def _migrate_order(operation: Operation, node: str, meant: Sequence[str], around: Around) -> NodeOrder | None:
