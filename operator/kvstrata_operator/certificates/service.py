@@ -7,7 +7,7 @@ it is level-triggered: what fails is wanted again at the next poll.
 import asyncio
 import base64
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -43,7 +43,7 @@ GATHER_S: Final = 0.05
 """Requests that come within this time are signed in one round."""
 
 BATCH_REQUESTS: Final = 256
-"""Requests of one round; each takes a fraction of a millisecond to sign and two writes."""
+"""Requests that one round looks at; each takes a fraction of a millisecond to sign and two writes."""
 
 RETRY_S: Final = 1.0
 
@@ -88,6 +88,8 @@ class CertificateAuthority:
         self._secret = Ref(SECRET, names.CA_SECRET, names.CA_NAMESPACE)
         self._trust = Ref(CONFIG_MAP, names.TRUST_CONFIG_MAP, rules.namespace)
         self._redis = Ref(SECRET, names.REDIS_SECRET_TLS, rules.namespace)
+        self._looked: dict[str, int] = {}
+        """Number of the look at each request that is still open, by uid; see `_next`."""
         self._complaint = ""
         self._signer: Authority | None = None
         """The last authority that might sign. Kept in memory alone: its Secret holds the next one by now."""
@@ -181,7 +183,7 @@ class CertificateAuthority:
         agents = self._agents()
         actions: list[Action] = []
         waiting = len(open_requests) > BATCH_REQUESTS
-        for seen in open_requests[:BATCH_REQUESTS]:
+        for seen in self._next(open_requests):
             answered = tuple(answer(seen, authority, self._rules, agents, now))
             waiting = waiting or not answered
             actions += answered
@@ -194,6 +196,18 @@ class CertificateAuthority:
                         "request not answered", extra={"request": str(outcome.action.ref), "error": str(outcome.error)}
                     )
         return waiting
+
+    def _next(self, open_requests: Iterable[RequestSeen]) -> list[RequestSeen]:
+        """Return one batch, those first that were never looked at, then those whose last look is longest ago.
+
+        Requests that have to wait, or that fail again and again, take their turn and hold up nobody.
+        """
+        by_uid = {seen.uid: seen for seen in open_requests}
+        looked = {uid: number for uid, number in self._looked.items() if uid in by_uid}
+        batch = sorted(by_uid, key=lambda uid: looked.get(uid, 0))[:BATCH_REQUESTS]
+        number = max(looked.values(), default=0) + 1
+        self._looked = looked | dict.fromkeys(batch, number)
+        return [by_uid[uid] for uid in batch]
 
     async def _keep_redis(self, authority: Authority, plan: TrustPlan, now: datetime) -> None:
         """Keep the certificate of a Redis that cannot ask for one; it learns of a new authority before that signs."""

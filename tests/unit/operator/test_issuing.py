@@ -18,9 +18,11 @@ from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_kube.answers import Answer as ApiAnswer
 from kvstrata_kube.api import Call
+from kvstrata_kube.certified import make_key_pair
 from kvstrata_operator.app import options
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates import policy as issuing
+from kvstrata_operator.certificates import service
 from kvstrata_operator.certificates.authority import Authority, Certificate, Request
 from kvstrata_operator.certificates.policy import (
     USAGES,
@@ -33,6 +35,7 @@ from kvstrata_operator.certificates.policy import (
     signer,
 )
 from kvstrata_operator.certificates.service import CertificateAuthority
+from kvstrata_operator.observe import kinds
 
 pytestmark = pytest.mark.unit
 
@@ -263,3 +266,50 @@ def test_a_request_with_a_name_that_cannot_be_read_is_refused(tag: int) -> None:
 
     with pytest.raises(InvalidInputError, match="request cannot be read"):
         certificates.read_request(pem)
+
+
+class Requests:
+    """An API server that takes every answer to a request, and none to those of `refused`."""
+
+    def __init__(self) -> None:
+        self.refused: set[str] = set()
+        self.tried: list[str] = []
+        self.signed: list[str] = []
+
+    async def call(self, call: Call, **_: Any) -> ApiAnswer:
+        name, subresource = call.path.split("/")[-2:]
+        self.tried.append(name)
+        if name in self.refused:
+            return ApiAnswer(call.method, 403, b"{}")
+        if subresource == "status":
+            self.signed.append(name)
+        return ApiAnswer(call.method, 200, request_of(name, {"status": {"certificate": "eA=="}}, version=9))
+
+
+def request_of(name: str, more: Any = None, uri: str = "", version: int = 1) -> bytes:
+    """A CertificateSigningRequest of an agent."""
+    pem = make_key_pair(uri).request_pem if uri else b""
+    spec = {"request": base64.b64encode(pem).decode(), "username": AGENT, "usages": sorted(USAGES)}
+    return json.dumps({"metadata": {"name": name, "uid": name, "resourceVersion": str(version)}, "spec": spec,
+                       **(more or {})}).encode()  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["waits", "is refused"])
+async def test_requests_that_cannot_be_answered_hold_up_no_other(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(service, "BATCH_REQUESTS", 3)
+    server = Requests()
+    issuer = CertificateAuthority(cast("Any", server), RULES, lambda: True, lambda: AGENTS, "me")
+    for number in range(4):
+        name = f"odd-{number}"
+        node = f"x{number}.nowhere" if what == "waits" else "p.b"
+        server.refused.add(name)
+        issuer._stored(kinds.SIGNING_REQUEST, request_of(name, uri=names.agent_uri(SYSTEM, node)))
+    signs = certificates.make_authority(NOW, timedelta(days=365))
+    for _ in range(2):
+        await issuer._answer(signs, NOW)
+    issuer._stored(kinds.SIGNING_REQUEST, request_of("good", uri=names.agent_uri(SYSTEM, "p.a")))
+    assert await issuer._answer(signs, NOW), "some wait"
+
+    assert server.signed == ["good"]
+    if what == "is refused":
+        assert set(server.tried) == {"good", *server.refused}, "each has its turn"
