@@ -191,6 +191,8 @@ class Controller:
         self._order_retries = Retries()
         self._status_retries = Retries()
         self._failures: dict[str, str] = {}
+        self._queue: set[Hashable] = set()
+        """Orders of the last plan that were due and have not been carried out."""
         self._wake_s = 0.0
         self._statuses_s = 0.0
         """Statuses are not compared before."""
@@ -260,7 +262,8 @@ class Controller:
         self._order_turn.by(self._order_retries.next_s(began_s))
         if plan.wake_at is not None:
             self._order_turn.by(began_s + (plan.wake_at - now).total_seconds())
-        self._gauges.queue(len(due))
+        self._queue = {_key(action) for action in due}
+        self._gauges.queue(len(self._queue))
         free = [action for action in due if in_flight.is_free(action)]
         self._is_held |= len(free) < len(due)
         batch = free[:BATCH_ACTIONS]
@@ -277,6 +280,8 @@ class Controller:
     def _order_done(self, outcome: Outcome) -> None:
         """Remember how an order went, and plan again when that matters."""
         self._note(self._order_retries, outcome)
+        self._queue.discard(_key(outcome.action))
+        self._gauges.queue(len(self._queue))
         pool = outcome.action.pool
         if isinstance(outcome.error, PermanentError) and pool:
             self._failures[pool] = str(outcome.error)

@@ -95,7 +95,6 @@ class Gauges:
             result = "retry" if isinstance(outcome.error, RetryableError) else "failed"
         verb = type(outcome.action).__name__
         self._made.counter("kvstrata_operator_actions_total", verb=verb, result=result).inc()
-        self._made.gauge("kvstrata_operator_queue_depth").dec()
 
     def request(self, verb: str, result: str, duration_s: float) -> None:
         """Count one request to the API server."""

@@ -233,6 +233,27 @@ def test_a_replica_that_no_longer_decides_shows_no_pool(monkeypatch: pytest.Monk
     assert shown == [0.0, None]
 
 
+def test_orders_alone_are_a_queue_and_no_more_of_them_end_than_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[float | None] = []
+
+    async def answer(action: Action) -> Outcome:
+        bench.orders = []  # An event may bring what was made before the request has ended.
+        await asyncio.sleep(1.0)
+        return Outcome(action)
+
+    async def watched(made: Controller) -> None:
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            depths.append(bench.registry.get_sample_value("kvstrata_operator_queue_depth"))
+            made.plan_again()
+
+    bench = Bench(answer, orders=[MADE], statuses=[TOLD])
+    bench.run(monkeypatch, watched)
+
+    assert depths[0] == 1.0
+    assert set(depths) == {1.0, 0.0}
+
+
 def test_the_first_refusal_of_the_api_server_is_an_increase() -> None:
     registry = CollectorRegistry()
     Gauges(registry).request("GET", "200", 0.1)
