@@ -50,6 +50,10 @@ STANDBY_S: Final = 1.0
 BATCH_ACTIONS: Final = 512
 """Actions between two plans: about 3 s of work for the API server of two cores (6 ms each, design)."""
 
+BATCH_S: Final = 5.0
+"""Of a batch nothing is begun later, so that statuses are written while the API server is slow; what is left is planned
+again. More than a batch takes where it is not."""
+
 WRITE_EVERY_S: Final = 1.0
 """A pool of any size is written at most once a second (design)."""
 
@@ -200,7 +204,7 @@ class Controller:
         self._is_held = False
         """True when something was left out because its object was being written, until one such write has ended."""
         self.round_s = clock()
-        """When the loop last came around; a probe reads it."""
+        """When the loop last came around, or a write that it may wait for ended; a probe reads it."""
 
     def plan_again(self) -> None:
         """Something changed that orders depend on."""
@@ -267,18 +271,26 @@ class Controller:
         free = [action for action in due if in_flight.is_free(action)]
         self._is_held |= len(free) < len(due)
         batch = free[:BATCH_ACTIONS]
-        in_flight.start((a for a in batch if isinstance(a, Create)), self._order_done)
+        until_s = self._clock() + BATCH_S
+        in_flight.start((a for a in batch if isinstance(a, Create)), self._order_done, until_s)
         with self._gauges.part("apply"):
-            for outcome in await self._executor.apply(a for a in batch if not isinstance(a, Create)):
-                self._order_done(outcome)
+            await asyncio.gather(*(self._carry_out(a, until_s) for a in batch if not isinstance(a, Create)))
         pools = {action.pool for action in plan.actions if self._order_retries.has_failed(_key(action))}
         self._failures = {pool: why for pool, why in self._failures.items() if pool in pools}
         if len(free) > BATCH_ACTIONS:
             self.plan_again()
         return len(batch)
 
+    async def _carry_out(self, action: Action, until_s: float) -> None:
+        (outcome,) = await self._executor.apply((action,), until_s)
+        self._order_done(outcome)
+
     def _order_done(self, outcome: Outcome) -> None:
         """Remember how an order went, and plan again when that matters."""
+        if not outcome.is_begun:
+            self.plan_again()
+            self._release()
+            return
         self._note(self._order_retries, outcome)
         self._queue.discard(_key(outcome.action))
         self._gauges.queue(len(self._queue))
@@ -291,6 +303,7 @@ class Controller:
 
     def _note(self, retries: Retries, outcome: Outcome) -> None:
         """Count how an action went and set the time of its next try."""
+        self.round_s = self._clock()
         retries.note(_key(outcome.action), outcome.error, self._clock())
         self._gauges.action(outcome)
         if outcome.error is not None:

@@ -11,6 +11,7 @@ mend ends the task group, and so the process.
 import asyncio
 import base64
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,12 @@ class Outcome:
 
     action: Action
     error: KvStrataError | None = None
+    is_begun: bool = True
+    """False when its time was up before it had its turn: nothing was asked of the API server."""
 
+
+Carry = Callable[[Iterable[Action], float], Awaitable[list[Outcome]]]
+"""Carries actions out as `Executor.apply` does."""
 
 Done = Callable[[Outcome], None]
 """Called with how an action went, once its object may be written again."""
@@ -106,12 +112,17 @@ class Executor:
         }
         """Each returns true when it changed anything, false when that was not needed any more."""
 
-    async def apply(self, actions: Iterable[Action]) -> list[Outcome]:
-        """Carry out all actions, in no particular order; return how each went."""
-        return list(await asyncio.gather(*(self._guarded(action) for action in actions)))
+    async def apply(self, actions: Iterable[Action], until_s: float = math.inf) -> list[Outcome]:
+        """Carry out all actions, in no particular order; return how each went.
 
-    async def _guarded(self, action: Action) -> Outcome:
+        None is begun after `until_s`, a second of the event loop's clock.
+        """
+        return list(await asyncio.gather(*(self._guarded(action, until_s) for action in actions)))
+
+    async def _guarded(self, action: Action, until_s: float) -> Outcome:
         async with self._slots:
+            if asyncio.get_running_loop().time() > until_s:
+                return Outcome(action, is_begun=False)
             if not self._fence():
                 return Outcome(action, RetryableError("another replica leads"))
             try:
@@ -283,7 +294,7 @@ def _silenced(seen: Any, message: str, now: str) -> list[dict[str, Any]]:
 class WritesInFlight:
     """Runs each action in a task of its own."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, apply: Callable[[Iterable[Action]], Awaitable[list[Outcome]]]) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, apply: Carry) -> None:
         """`tasks` must be entered; `apply` bounds how many requests there are at once."""
         self._tasks = tasks
         self._apply = apply
@@ -297,20 +308,20 @@ class WritesInFlight:
         waits = isinstance(action, SetFinalizers) and action.pool in self._paths.values()
         return action.ref.path not in self._paths and not waits
 
-    def start(self, actions: Iterable[Action], done: Done) -> None:
-        """Carry out actions whose objects are free, of which there is one each."""
+    def start(self, actions: Iterable[Action], done: Done, until_s: float = math.inf) -> None:
+        """Carry out actions whose objects are free, of which there is one each; none is begun after `until_s`."""
         for action in actions:
             assert self.is_free(action), action.ref
             self._paths[action.ref.path] = action.pool
-            self._tasks.create_task(self._run(action, done))
+            self._tasks.create_task(self._run(action, done, until_s))
         self._count()
 
     async def until_below_limit(self) -> None:
         """Wait until another plan is worth it."""
         await self._below_limit.wait()
 
-    async def _run(self, action: Action, done: Done) -> None:
-        (outcome,) = await self._apply([action])
+    async def _run(self, action: Action, done: Done, until_s: float) -> None:
+        (outcome,) = await self._apply([action], until_s)
         del self._paths[action.ref.path]
         self._count()
         done(outcome)

@@ -1,6 +1,7 @@
 """Laws of the loop that asks the planners, in virtual time: what wakes it, and what it remembers meanwhile."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -11,10 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvstrata_api.errors import RetryableError
+from kvstrata_kube.answers import Answer as ApiAnswer
+from kvstrata_kube.api import Call
 from kvstrata_operator.app import controller
 from kvstrata_operator.app.controller import DEBOUNCE_S, PAUSE_S_MAX, STANDBY_S, Controller
 from kvstrata_operator.app.gauges import Gauges
-from kvstrata_operator.apply.executor import Outcome
+from kvstrata_operator.apply.executor import Executor, Outcome
 from kvstrata_operator.decide.incremental import Seen
 from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFinalizers, StatusWrite
 from kvstrata_operator.decide.planner import Plan
@@ -61,7 +64,7 @@ class Bench:
         self.looked_s.append(clock())
         return (self.view, facts_of(self.view)) if self.view is not None else None
 
-    async def apply(self, actions: Iterable[Action]) -> list[Outcome]:
+    async def apply(self, actions: Iterable[Action], _until_s: float = math.inf) -> list[Outcome]:
         return [await self._try(action) for action in actions]
 
     async def _try(self, action: Action) -> Outcome:
@@ -231,6 +234,45 @@ def test_a_replica_that_no_longer_decides_shows_no_pool(monkeypatch: pytest.Monk
     bench.run(monkeypatch, deposed)
 
     assert shown == [0.0, None]
+
+
+class SlowApi:
+    """An API server that takes its time to say that an object is gone, or cannot be made now."""
+
+    async def call(self, call: Call) -> ApiAnswer:
+        await asyncio.sleep(8.0)
+        return ApiAnswer(call.method, 503 if call.method == "POST" else 404, b"{}")
+
+
+@pytest.mark.parametrize("verb", ["create", "patch"])
+def test_many_slow_writes_hold_up_no_status_and_the_loop_is_seen_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    still_s: list[float] = []
+    refs = [Ref(kinds.POOL_NODE, f"p.n{number}") for number in range(2000)]
+
+    async def answer(action: Action) -> Outcome:
+        return Outcome(action)
+
+    async def watched(made: Controller) -> None:
+        for _ in range(200):
+            await asyncio.sleep(1.0)
+            still_s.append(clock() - made.round_s)
+
+    def compared(*_: Any) -> tuple[StatusWrite, ...]:
+        compared_s.append(clock())
+        return ()
+
+    compared_s: list[float] = []
+    bench = Bench(answer, [Create(r, "p", body={}) if verb == "create" else Merge(r, "p", body={}) for r in refs])
+    executor = Executor(SlowApi(), lambda _kind, _raw: None, lambda: True, "operator-0")  # type: ignore[arg-type]
+    monkeypatch.setattr(bench, "apply", executor.apply)
+    monkeypatch.setattr(bench, "plan_statuses", compared)
+    bench.run(monkeypatch, watched)
+
+    assert max(still_s) < 10.0
+    assert max(b - a for a, b in pairwise(compared_s)) < 20.0
+    assert len(compared_s) > 200 / 20
 
 
 def test_orders_alone_are_a_queue_and_no_more_of_them_end_than_there_were(monkeypatch: pytest.MonkeyPatch) -> None:

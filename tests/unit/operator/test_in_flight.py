@@ -1,6 +1,7 @@
 """Laws of writes that nobody waits for."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -24,7 +25,7 @@ class Server:
     def __init__(self) -> None:
         self.answers: dict[str, asyncio.Future[None]] = {}
 
-    async def apply(self, actions: Iterable[Action]) -> list[Outcome]:
+    async def apply(self, actions: Iterable[Action], _until_s: float = math.inf) -> list[Outcome]:
         """Wait for the answer to each action."""
         outcomes = []
         for action in actions:
@@ -95,7 +96,7 @@ async def test_the_next_plan_waits_while_every_request_is_taken() -> None:
 
 
 async def test_what_no_retry_can_mend_ends_the_group() -> None:
-    async def broken(_: Iterable[Action]) -> list[Outcome]:
+    async def broken(_: Iterable[Action], _until_s: float) -> list[Outcome]:
         raise ZeroDivisionError
 
     with pytest.raises(ExceptionGroup):
