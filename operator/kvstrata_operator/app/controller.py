@@ -2,13 +2,13 @@
 
 New objects and statuses are written while the next plan is made. All else is awaited first: what is drained, replaced
 or deleted next depends on what was before. When planners are asked, statuses written and failed actions tried again is
-pure: `Turn`, `Pacing` and `Retries` are given a monotonic clock.
+pure: `Turn`, `Pacing`, `Retries` and `Refusals` are given a monotonic clock.
 
 Laws: a moment that was set stands until the planner is asked, whatever else is planned meanwhile. Two writes of one
 object are never closer than `WRITE_EVERY_S`; what is held back is due at the time that is given back, so nothing is
-lost; an object that was quiet is written at once. The pause after failures grows with each of them and never exceeds
-`PAUSE_S_MAX`; one success forgets all failures; what is wanted keeps its failures, also while it is being tried or has
-to wait.
+lost; an object that was quiet is written at once. Where all of a kind are refused, a few are tried now and then, each
+in its turn, until one is not. The pause after failures grows with each of them and never exceeds `PAUSE_S_MAX`; one
+success forgets all failures; what is wanted keeps its failures, also while it is being tried or has to wait.
 """
 
 import asyncio
@@ -64,6 +64,10 @@ PAUSE_S_MAX: Final = 30.0
 """What was refused for good, a missing right for instance, is tried again this often: people repair such things."""
 
 PAUSE_S_FIRST: Final = 0.5
+
+REFUSALS_MAX: Final = 32
+"""Refusals in a row of one verb, kind and pool after which the others are expected to end like these; and how many of
+them are tried again at once from then on. Of a pool of 5,000 nodes that is 1 write a second in place of 170."""
 
 T = TypeVar("T")
 
@@ -135,6 +139,10 @@ class Retries:
         """True when the last try of the action failed."""
         return key in self._until_s
 
+    def failed_s(self, key: Hashable) -> float | None:
+        """When the pause after the last try ends, or has ended; None where that did not fail."""
+        return self._until_s.get(key)
+
     def note(self, key: Hashable, error: KvStrataError | None, now_s: float) -> None:
         """Take in how an action went."""
         if error is None:
@@ -164,6 +172,52 @@ class Retries:
         return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=None)
 
 
+@dataclass(slots=True)
+class Refusals:
+    """Refusals for good in a row, by what the actions have in common. Bounded as `Retries` is, see `due`."""
+
+    _count: dict[Hashable, int] = field(default_factory=dict)
+    _until_s: dict[Hashable, float] = field(default_factory=dict)
+
+    def note(self, action: Action, error: KvStrataError | None) -> None:
+        """Take in how an action went."""
+        group = _group(action)
+        if isinstance(error, PermanentError):
+            self._count[group] = self._count.get(group, 0) + 1
+        elif error is None:
+            self._count.pop(group, None)
+            self._until_s.pop(group, None)
+
+    def due(self, actions: Iterable[Action], failed_s: Callable[[Action], float | None], now_s: float) -> list[Action]:
+        """Leave out what will be refused like others. `actions` are all that are due for themselves.
+
+        `failed_s` gives a second by which those that have failed take turns, None for the others: these are all tried.
+        """
+        free: list[Action] = []
+        again: dict[Hashable, list[tuple[float, Action]]] = {}
+        for action in actions:
+            since_s = failed_s(action)
+            if since_s is None or self._count.get(_group(action), 0) < REFUSALS_MAX:
+                free.append(action)
+            else:
+                again.setdefault(_group(action), []).append((since_s, action))
+        for group, held in again.items():
+            if now_s >= self._until_s.get(group, 0.0):
+                self._until_s[group] = now_s + PAUSE_S_MAX
+                free += [action for _, action in sorted(held, key=lambda one: one[0])[:REFUSALS_MAX]]
+        return free
+
+    def keep(self, wanted: Iterable[Action]) -> None:
+        """Forget all groups of which nothing is asked for any more."""
+        for group in self._count.keys() - {_group(action) for action in wanted}:
+            self._count.pop(group)
+            self._until_s.pop(group, None)
+
+    def next_s(self, now_s: float) -> float | None:
+        """Return when the first of the pauses that last ends."""
+        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=None)
+
+
 class Controller:
     """Observes through `observe`, decides through the planners, applies through the executor."""
 
@@ -176,7 +230,7 @@ class Controller:
         changes: ChangeBus,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan when `changes` reports that it is needed, and report `stale` there when an action failed.
+        """Plan when `changes` reports that it is needed, and report `stale` there when an action failed for now.
 
         `observe` gives what a plan is made from, with the failures put in, or None while this replica must not decide.
         `clock` is that of the event loop.
@@ -194,6 +248,8 @@ class Controller:
         self._status_turn = Turn()
         self._order_retries = Retries()
         self._status_retries = Retries()
+        self._refusals = Refusals()
+        """Of orders."""
         self._failures: dict[str, str] = {}
         self._queue: set[Hashable] = set()
         """Orders of the last plan that were due and have not been carried out."""
@@ -261,9 +317,12 @@ class Controller:
         began_s, now = self._clock(), datetime.now(UTC)
         with self._gauges.part("plan"):
             plan = plan_orders(*seen, self._setting, now)
-        due = self._order_retries.due({_key(action): action for action in plan.actions}, began_s)
+        ready = self._order_retries.due({_key(action): action for action in plan.actions}, began_s)
+        self._refusals.keep(plan.actions)
+        due = self._refusals.due(ready, lambda action: self._order_retries.failed_s(_key(action)), began_s)
         self._order_turn.begin(began_s + IDLE_S)
         self._order_turn.by(self._order_retries.next_s(began_s))
+        self._order_turn.by(self._refusals.next_s(began_s))
         if plan.wake_at is not None:
             self._order_turn.by(began_s + (plan.wake_at - now).total_seconds())
         self._queue = {_key(action) for action in due}
@@ -292,6 +351,7 @@ class Controller:
             self._release()
             return
         self._note(self._order_retries, outcome)
+        self._refusals.note(outcome.action, outcome.error)
         self._queue.discard(_key(outcome.action))
         self._gauges.queue(len(self._queue))
         pool = outcome.action.pool
@@ -308,7 +368,8 @@ class Controller:
         self._gauges.action(outcome)
         if outcome.error is not None:
             log.warning("action failed", extra={"on": str(outcome.action.ref), "error": str(outcome.error)})
-            self._changes.stale()
+            if not isinstance(outcome.error, PermanentError):  # A refusal does not mean that the world has changed.
+                self._changes.stale()
             self.plan_again()
 
     def _statuses(self, in_flight: WritesInFlight) -> None:
@@ -346,3 +407,8 @@ class Controller:
 def _key(action: Action) -> tuple[str, str, str]:
     """Name an action over plans: its verb and its object."""
     return (type(action).__name__, action.ref.path, getattr(action, "subresource", ""))
+
+
+def _group(action: Action) -> tuple[str, str, str]:
+    """Name what an action has in common with those that a missing right or a policy would refuse like it."""
+    return (type(action).__name__, action.ref.kind.name, action.pool)

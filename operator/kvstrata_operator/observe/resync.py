@@ -2,8 +2,9 @@
 
 kopf reports changes at once, but never what vanished while it did not watch (`tests/contract/test_kopf.py`). So: a
 complete list at the start and every `interval_s`, and every `VIGIL_EVERY_S` for a while after anything broke. The
-objects are few, and only those that changed are parsed. A change that a list showed and no event followed for
-`FEED_LAG_S` means that kopf is deaf: it is counted, and lists stand in until kopf has opened its watch again.
+objects are few, and only those that changed are parsed; between two lists that somebody asks for lie `VIGIL_EVERY_S`. A
+change that a list showed and no event followed for `FEED_LAG_S` means that kopf is deaf: it is counted, and lists stand
+in until kopf has opened its watch again.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ VIGIL_S: Final = 30.0
 """How long after a break events are not relied on: kopf tries every second, and a refusal or two may come first."""
 
 VIGIL_EVERY_S: Final = 2.0
-"""Interval of lists meanwhile."""
+"""Interval of lists meanwhile, and the least one of those that are asked for: writes may be refused without end."""
 
 
 class Resync:
@@ -57,7 +58,7 @@ class Resync:
         """Version and monotonic second of changes that a list showed and no event has brought yet."""
 
     def again(self) -> None:
-        """List soon: the world may be older than the API server."""
+        """List soon, at most every `VIGIL_EVERY_S`: the world may be older than the API server."""
         self._wake.set()
 
     def keep_vigil(self) -> None:
@@ -92,6 +93,7 @@ class Resync:
 
     async def _rest(self, on_missed_events: Callable[[Kind], None]) -> None:
         """Wait for the next list; meanwhile check that events follow."""
+        rested_s = _now_s() + VIGIL_EVERY_S
         until_s = _now_s() + (VIGIL_EVERY_S if _now_s() < self._vigil_until_s else self._interval_s)
         while not self._wake.is_set() and (left_s := until_s - _now_s()) > 0:
             try:
@@ -100,6 +102,7 @@ class Resync:
             except TimeoutError:
                 for kind in self._overdue(_now_s()):
                     on_missed_events(kind)
+        await asyncio.sleep(max(0.0, rested_s - _now_s()))
 
     def _overdue(self, now_s: float) -> set[Kind]:
         """Kinds with a change that no event has brought in time; each is reported once."""

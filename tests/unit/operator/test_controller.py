@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvstrata_api.errors import RetryableError
+from kvstrata_api.errors import ForbiddenError, RetryableError
 from kvstrata_kube.answers import Answer as ApiAnswer
 from kvstrata_kube.api import Call
 from kvstrata_operator.app import controller
@@ -23,7 +23,7 @@ from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFina
 from kvstrata_operator.decide.planner import Plan
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
-from kvstrata_operator.observe.world import ChangeBus, View
+from kvstrata_operator.observe.world import Change, ChangeBus, View
 from support.operator.fleet import SETTING, Fleet, facts_of
 from support.runner.virtual_loop import run_virtually
 
@@ -234,6 +234,42 @@ def test_a_replica_that_no_longer_decides_shows_no_pool(monkeypatch: pytest.Monk
     bench.run(monkeypatch, deposed)
 
     assert shown == [0.0, None]
+
+
+def test_what_is_refused_for_all_is_tried_for_a_few_each_in_its_turn_until_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, settled_s, granted_s = 600, 100.0, 700.0
+    left = {f"p.n{number}" for number in range(size)}
+    stale: list[float] = []
+
+    def passed_s(moment_s: float) -> float:
+        return moment_s - bench.looked_s[0]
+
+    async def answer(action: Action) -> Outcome:
+        await asyncio.sleep(0.001)
+        if passed_s(clock()) < granted_s:
+            return Outcome(action, ForbiddenError("not granted"))
+        left.discard(action.ref.name)
+        bench.orders = [one for one in bench.orders if one.ref.name in left]
+        return Outcome(action)
+
+    async def watched(made: Controller) -> None:
+        made._changes.listen(Change.STALE, lambda: stale.append(clock()))
+        await asyncio.sleep(granted_s + 2 * PAUSE_S_MAX + 5.0)
+
+    bench = Bench(answer, [Create(Ref(kinds.POOL_NODE, name), "p", body={}) for name in sorted(left)])
+    bench.run(monkeypatch, watched)
+
+    tries = [action.ref.name for s, action in bench.tried if settled_s < passed_s(s) < granted_s]
+    assert len(tries) <= ((granted_s - settled_s) / PAUSE_S_MAX + 1) * controller.REFUSALS_MAX
+    assert set(tries) == {f"p.n{number}" for number in range(size)}, "each has its turn"
+    assert (
+        len([s for s in bench.planned_s if settled_s < passed_s(s) < granted_s])
+        < 4 * len(tries) / controller.REFUSALS_MAX
+    )
+    assert not stale
+    assert not left
 
 
 class SlowApi:

@@ -103,6 +103,26 @@ async def test_after_a_break_changes_are_seen_soon_though_no_event_tells_them(
     assert stores[kinds.POOL].items["p"].version == 2
 
 
+@pytest.mark.looptime
+async def test_lists_that_are_asked_for_again_and_again_are_paced(lists: Lists) -> None:
+    listed: list[Kind] = []
+    stores = {kind: Store[Any]() for kind in kinds.ADMINISTRATOR_KINDS}
+    syncing = resync.Resync(None, stores, 1000.0, listed.append)  # type: ignore[arg-type]
+    task = asyncio.create_task(syncing.run(lambda _kind: None))
+    await syncing.first.wait()
+    await asyncio.sleep(resync.VIGIL_EVERY_S)
+    lists.pools = [pool(2)]
+    syncing.again()
+    await asyncio.sleep(0.01)
+    assert stores[kinds.POOL].items["p"].version == 2, "The first that is asked for comes at once."
+    for _ in range(1000):
+        syncing.again()
+        await asyncio.sleep(0.01)
+    task.cancel()
+
+    assert listed.count(kinds.POOL) <= 2 + 10.0 / resync.VIGIL_EVERY_S + 1
+
+
 def test_what_is_known_is_not_parsed_again_and_what_changed_is() -> None:
     store = Store[Any]()
     store.put(pool(5))
