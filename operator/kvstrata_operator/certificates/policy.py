@@ -1,7 +1,8 @@
 """Who gets which certificate, whom the fleet trusts, and when an authority may sign. Pure: the caller brings the time.
 
 Laws: nobody gets the name of another; an authority signs only once everybody has had time to learn of it; one that was
-replaced stays trusted until the last certificate that it signed has ended, so a rotation cuts nobody off.
+replaced stays trusted until the last certificate that it signed has ended, so a rotation cuts nobody off, also where
+certificates were made to last longer before.
 """
 
 from collections.abc import Collection, Mapping
@@ -83,6 +84,23 @@ class Denial:
 
 
 @dataclass(frozen=True, slots=True)
+class Lives:
+    """How long certificates have been made to last, as it is published with the trust."""
+
+    leaf: timedelta | None = None
+    """Of those that were signed last; None before that was published."""
+    longer_until: datetime | None = None
+    """When the last one ends that was made to last longer; None where none was."""
+
+    def at(self, leaf_life: timedelta, now: datetime) -> "Lives":
+        """Take in how long certificates last that are signed from now on."""
+        if self.leaf is None or self.leaf <= leaf_life:
+            return Lives(leaf_life, self.longer_until)
+        ends = now + self.leaf
+        return Lives(leaf_life, ends if self.longer_until is None else max(ends, self.longer_until))
+
+
+@dataclass(frozen=True, slots=True)
 class TrustPlan:
     """Whom everybody is to trust, and whether the current authority may sign yet."""
 
@@ -92,6 +110,8 @@ class TrustPlan:
     may_sign: bool
     next_change: datetime | None
     """When time alone changes this plan."""
+    lives: Lives
+    """To be published with it."""
 
     @property
     def pem(self) -> str:
@@ -136,21 +156,30 @@ def _judge_agent(seen: RequestSeen, asked: Request, rules: Issuance, agents: Col
     return Answer.SIGN if agent in agents else Answer.WAIT
 
 
+_UNKNOWN: Final = Lives()
+
+
 def plan_trust(
-    current: Certificate, trusted: tuple[Certificate, ...], since: datetime | None, rules: Issuance, now: datetime
+    current: Certificate,
+    trusted: tuple[Certificate, ...],
+    since: datetime | None,
+    rules: Issuance,
+    now: datetime,
+    lives: Lives = _UNKNOWN,
 ) -> TrustPlan:
     """Plan whom to trust: the current authority, and those before it until what they signed has ended.
 
-    `trusted` and `since` are what is published now.
+    `trusted`, `since` and `lives` are what is published now.
     """
     others = tuple(one for one in trusted if one.fingerprint != current.fingerprint and one.ends > now)
     is_new = len(others) == len([one for one in trusted if one.ends > now])
     began = now if is_new or since is None else since
     signs_at = began + rules.settle if others else began
-    gone_at = began + rules.settle + rules.leaf_life
+    lives = lives.at(rules.leaf_life, now)
+    gone_at = max(began + rules.settle + rules.leaf_life, lives.longer_until or began)
     kept = others if now < gone_at else ()
     steps = [at for at in (signs_at, gone_at if kept else None) if at is not None and at > now]
-    return TrustPlan((current, *kept), began, now >= signs_at, min(steps, default=None))
+    return TrustPlan((current, *kept), began, now >= signs_at, min(steps, default=None), lives)
 
 
 def signer(current: Authority, last: Authority | None, plan: TrustPlan) -> Authority | None:

@@ -7,9 +7,11 @@ it is level-triggered: what fails is wanted again at the next poll.
 import asyncio
 import base64
 import logging
+import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +25,7 @@ from kvstrata_operator.apply.executor import Executor
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates import policy as issuing
 from kvstrata_operator.certificates.authority import Authority, Certificate
-from kvstrata_operator.certificates.policy import Answer, Denial, Issuance, RequestSeen, TrustPlan
+from kvstrata_operator.certificates.policy import Answer, Denial, Issuance, Lives, RequestSeen, TrustPlan
 from kvstrata_operator.decide.plan.actions import Action, Create, Merge
 from kvstrata_operator.observe.kinds import (
     CONFIG_MAP,
@@ -48,6 +50,9 @@ BATCH_REQUESTS: Final = 256
 RETRY_S: Final = 1.0
 
 _ANNOTATION_SINCE: Final = f"{names.GROUP}/trusted-since"
+_ANNOTATION_LIFE: Final = f"{names.GROUP}/certificate-seconds"
+_ANNOTATION_LONGER: Final = f"{names.GROUP}/longer-certificates-until"
+_SECONDS: Final = re.compile(r"[0-9]{1,9}")
 _LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY}
 
 log = logging.getLogger(__name__)
@@ -170,9 +175,9 @@ class CertificateAuthority:
         kept = await self._read(self._trust)
         trusted = certificates.read_bundle(kept.texts.get("ca.crt", "")) if kept else ()
         since = parse_time(kept.annotations.get(_ANNOTATION_SINCE, "")) if kept else None
-        plan = issuing.plan_trust(current, trusted, since, self._rules, now)
-        annotations = {_ANNOTATION_SINCE: format_time(plan.since)}
-        if kept is None or plan.authorities != trusted or since != parse_time(annotations[_ANNOTATION_SINCE]):
+        plan = issuing.plan_trust(current, trusted, since, self._rules, now, _lives(kept) if kept else Lives())
+        annotations = {_ANNOTATION_SINCE: format_time(plan.since), **_annotations(plan.lives)}
+        if kept is None or plan.authorities != trusted or not annotations.items() <= kept.annotations.items():
             log.info("trust published", extra={"authorities": [a.fingerprint[:16] for a in plan.authorities]})
             await self._write(self._trust, {"ca.crt": plan.pem}, kept, annotations)
         return plan
@@ -254,6 +259,19 @@ class CertificateAuthority:
         (outcome,) = await self._executor.apply((action,))
         if outcome.error is not None:
             raise outcome.error
+
+
+def _lives(kept: Kept) -> Lives:
+    """Read what was published of the lives of certificates; what cannot be read was not published."""
+    seconds = kept.annotations.get(_ANNOTATION_LIFE, "")
+    leaf = timedelta(seconds=int(seconds)) if _SECONDS.fullmatch(seconds) else None
+    return Lives(leaf, parse_time(kept.annotations.get(_ANNOTATION_LONGER, "")))
+
+
+def _annotations(lives: Lives) -> dict[str, str]:
+    """Write what `_lives` reads."""
+    told = {} if lives.leaf is None else {_ANNOTATION_LIFE: str(math.ceil(lives.leaf.total_seconds()))}
+    return told if lives.longer_until is None else told | {_ANNOTATION_LONGER: format_time(lives.longer_until)}
 
 
 def answer(

@@ -36,6 +36,7 @@ from kvstrata_operator.certificates.policy import (
 )
 from kvstrata_operator.certificates.service import CertificateAuthority
 from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 pytestmark = pytest.mark.unit
 
@@ -137,6 +138,26 @@ def test_a_new_authority_is_trusted_first_and_the_old_one_until_its_last_certifi
     last_signed_by_old = NOW + RULES.leaf_life
     assert old in plan.authorities or now >= last_signed_by_old
     assert plan.authorities[0] == new
+
+
+@given(st.integers(0, 26 * 3600), st.integers(0, 26 * 3600), st.integers(0, 26 * 3600))
+def test_lives_that_were_made_shorter_cut_nobody_off_in_a_rotation(
+    lowered_s: int, rotated_s: int, later_s: int
+) -> None:
+    """The old authority signed the last certificate of a day when that became an hour; the next one came after it."""
+    old, new = authority("old", NOW - timedelta(days=200)), authority("new")
+    first = plan_trust(old, (old,), NOW - timedelta(days=200), RULES, NOW)
+    ends = NOW + RULES.leaf_life
+    hourly = Issuance(SYSTEM, leaf_life=timedelta(hours=1))
+    plan, now = first, NOW
+    for current, passed_s in ((old, lowered_s), (new, rotated_s), (new, later_s)):
+        now += timedelta(seconds=passed_s)
+        plan = plan_trust(current, plan.authorities, plan.since, hourly, now, plan.lives)
+
+    assert old in plan.authorities or now >= ends
+    assert plan.next_change is not None or old not in plan.authorities
+    gone = NOW + timedelta(seconds=lowered_s) + RULES.leaf_life + timedelta(seconds=rotated_s) + timedelta(hours=2)
+    assert plan_trust(new, plan.authorities, plan.since, hourly, gone, plan.lives).authorities == (new,)
 
 
 @given(st.integers(0, 3 * 86_400))
@@ -313,3 +334,50 @@ async def test_requests_that_cannot_be_answered_hold_up_no_other(monkeypatch: py
     assert server.signed == ["good"]
     if what == "is refused":
         assert set(server.tried) == {"good", *server.refused}, "each has its turn"
+
+
+class Kept:
+    """An API server that keeps what is written, without versions."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.writes: list[str] = []
+
+    async def call(self, call: Call) -> ApiAnswer:
+        path = call.path
+        if call.method == "GET":
+            found = self.objects.get(path)
+            return ApiAnswer("GET", 200 if found else 404, json.dumps(found or {}).encode())
+        self.writes.append(path)
+        body = json.loads(json.dumps(call.body))
+        path = f"{path}/{body['metadata']['name']}" if call.method == "POST" else path
+        before = self.objects.get(path, {"metadata": {}})
+        meta = {**before["metadata"], **body["metadata"], "resourceVersion": "1"}
+        meta["annotations"] = {**before["metadata"].get("annotations", {}), **body["metadata"].get("annotations", {})}
+        self.objects[path] = {**before, **body, "metadata": meta}
+        return ApiAnswer(call.method, 200, json.dumps(self.objects[path]).encode())
+
+
+async def test_lives_are_kept_with_the_trust_over_a_restart_with_shorter_ones() -> None:
+    server, now = Kept(), NOW
+    path = Ref(kinds.CONFIG_MAP, names.TRUST_CONFIG_MAP, SYSTEM).path
+
+    def issuer(hours: int) -> CertificateAuthority:
+        rules = Issuance(SYSTEM, leaf_life=timedelta(hours=hours))
+        return CertificateAuthority(cast("Any", server), rules, lambda: True, set, "i")
+
+    await issuer(24)._round(now)
+    now += timedelta(minutes=10)
+    await issuer(1)._round(now)
+    secret = Ref(kinds.SECRET, names.CA_SECRET, names.CA_NAMESPACE).path
+    before = server.objects[path]["data"]["ca.crt"]
+    del server.objects[secret]
+    await issuer(1)._round(now)
+    for hours, stays in ((23.8, True), (24.2, False)):
+        later = now + timedelta(hours=hours)
+        again = issuer(1)
+        await again._round(later)
+        assert (before in server.objects[path]["data"]["ca.crt"]) == stays
+        count = len(server.writes)
+        await again._round(later)
+        assert len(server.writes) == count, "a round without news writes nothing"
