@@ -1,6 +1,6 @@
 """Pods of agents and what makes them, from the API server's JSON to records. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from sys import intern
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ import msgspec
 from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_kube.store import version_of
-from kvstrata_operator.observe.records import AgentPodSeen, MadeSeen, Room, StatefulSetSeen
+from kvstrata_operator.observe.records import AgentPodSeen, MadeSeen, Room, Selector, StatefulSetSeen
 
 _TROUBLES: Final = frozenset(
     {"CrashLoopBackOff", "CreateContainerConfigError", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
@@ -85,6 +85,19 @@ class _Pod(msgspec.Struct):
     status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
 
+class _DaemonSetTemplate(msgspec.Struct):
+    spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
+
+
+class _DaemonSetSpec(msgspec.Struct):
+    template: _DaemonSetTemplate = msgspec.field(default_factory=_DaemonSetTemplate)
+
+
+class _DaemonSet(msgspec.Struct):
+    metadata: _Meta
+    spec: _DaemonSetSpec = msgspec.field(default_factory=_DaemonSetSpec)
+
+
 class _StatefulSetStatus(msgspec.Struct, rename="camel"):
     observed_generation: int = 0
     ready_replicas: int = 0
@@ -98,10 +111,27 @@ class _StatefulSet(msgspec.Struct):
 
 
 def parse_made(raw: bytes) -> MadeSeen:
-    """Read which content a DaemonSet or a PodDisruptionBudget was made with."""
-    meta = msgspec.json.decode(raw, type=_Made).metadata
+    """Read which content a PodDisruptionBudget was made with."""
+    return _made(msgspec.json.decode(raw, type=_Made).metadata)
+
+
+def parse_daemon_set(raw: bytes) -> MadeSeen:
+    """Read which content a DaemonSet was made with, and by which labels it picks nodes."""
+    seen = msgspec.json.decode(raw, type=_DaemonSet)
+    terms = _terms(seen.spec.template.spec.affinity)
+    by_labels = [t for t in terms if not any(f.get("operator") == "In" for f in t.get("matchFields", ()))]
+    selectors = frozenset(_selector(term.get("matchExpressions", ())) for term in by_labels)
+    return _made(seen.metadata, selectors if terms else frozenset({()}))
+
+
+def _made(meta: _Meta, selectors: frozenset[Selector] = frozenset()) -> MadeSeen:
     content = meta.annotations.get(names.ANNOTATION_DIGEST, "")
-    return MadeSeen(meta.name, meta.uid, version_of(meta.resource_version), content)
+    return MadeSeen(meta.name, meta.uid, version_of(meta.resource_version), content, selectors)
+
+
+def _selector(expressions: Iterable[Mapping[str, Any]]) -> Selector:
+    """Labels that a term of ours asks for; what it asks for besides, every node has."""
+    return tuple(sorted((e["key"], e["values"][0]) for e in expressions if e.get("operator") == "In"))
 
 
 def parse_agent_pod(raw: bytes) -> AgentPodSeen:
@@ -159,10 +189,16 @@ def room_of(volumes: Iterable[Mapping[str, Any]], containers: Iterable[Mapping[s
     return Room(paths, sizes)
 
 
+def _terms(affinity: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Terms of which a node has to meet one."""
+    required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms: Sequence[Mapping[str, Any]] = required.get("nodeSelectorTerms", ())
+    return terms
+
+
 def _meant_for(affinity: dict[str, Any]) -> str:
     """Return the node that the DaemonSet controller made a pod for; it states it by an affinity to one name."""
-    required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    for term in required.get("nodeSelectorTerms", ()):
+    for term in _terms(affinity):
         for wanted in term.get("matchFields", ()):
             if wanted.get("key") == "metadata.name" and wanted.get("operator") == "In":
                 return str(wanted["values"][0])

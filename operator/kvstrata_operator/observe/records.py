@@ -273,6 +273,10 @@ class ConfigMapSeen:
     """What agents or Redis are made from, as JSON; empty on ConfigMaps that hold neither."""
 
 
+Selector = tuple[tuple[str, str], ...]
+"""Labels that a node must have, sorted; none for every node."""
+
+
 @dataclass(frozen=True, slots=True)
 class MadeSeen:
     """A DaemonSet or a PodDisruptionBudget of ours."""
@@ -282,6 +286,8 @@ class MadeSeen:
     version: int = field(compare=False)
     content_digest: str
     """As it was made, see `kinds.sealed`."""
+    selectors: frozenset[Selector] = frozenset()
+    """Of nodes that a DaemonSet picks by their labels; any one is enough."""
 
 
 @dataclass(frozen=True, slots=True)

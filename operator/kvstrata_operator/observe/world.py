@@ -217,7 +217,7 @@ PARSERS: Final[Mapping[Kind, Callable[[bytes], Any]]] = {
     kinds.POOL_NODE: parse.parse_pool_node,
     kinds.SECRET: parse.parse_scope_secret,
     kinds.CONFIG_MAP: parse.parse_config_map,
-    kinds.DAEMON_SET: parse_workloads.parse_made,
+    kinds.DAEMON_SET: parse_workloads.parse_daemon_set,
     kinds.STATEFUL_SET: parse_workloads.parse_stateful_set,
     kinds.BUDGET: parse_workloads.parse_made,
     kinds.POD: parse_workloads.parse_agent_pod,

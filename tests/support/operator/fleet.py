@@ -192,7 +192,7 @@ class Fleet:
             ),
             ClusterSeen(
                 config_maps=self._records(kinds.CONFIG_MAP, parse.parse_config_map),
-                daemon_sets=self._records(kinds.DAEMON_SET, parse_workloads.parse_made),
+                daemon_sets=self._records(kinds.DAEMON_SET, parse_workloads.parse_daemon_set),
                 stateful_sets=self._records(kinds.STATEFUL_SET, parse_workloads.parse_stateful_set),
                 budgets=self._records(kinds.BUDGET, parse_workloads.parse_made),
                 pods=self._records(kinds.POD, parse_workloads.parse_agent_pod),

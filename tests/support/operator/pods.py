@@ -169,6 +169,9 @@ def _selects(spec: Json, name: str, node: Json) -> bool:
 
 
 def _term(term: Json, name: str, labels: dict[str, str]) -> bool:
-    by_label = all(labels.get(e["key"]) in e["values"] for e in term.get("matchExpressions", ()))
+    wanted = term.get("matchExpressions", ())
+    by_label = all(
+        e["key"] in labels if e["operator"] == "Exists" else labels.get(e["key"]) in e["values"] for e in wanted
+    )
     by_name = all((name in e["values"]) == (e["operator"] == "In") for e in term.get("matchFields", ()))
     return by_label and by_name

@@ -48,6 +48,11 @@ def serving(cluster: Cluster) -> set[str]:
     return {n for n in ready if not nodes[f"p.{n}"]["spec"]["drain"]["requested"] and f"p.{n}" in cluster.fleet.alive}
 
 
+def staying(pods: Any) -> set[str]:
+    """Nodes whose pod nobody ends."""
+    return {node for node, pod in pods.items() if "deletionTimestamp" not in pod["metadata"]}
+
+
 def test_a_pool_alone_gets_agents_a_budget_and_becomes_ready() -> None:
     cluster = running(3, rolling(maxUnavailable=2))
 
@@ -117,6 +122,82 @@ def test_a_pool_that_moves_drains_nodes_before_their_pods_go() -> None:
     assert cluster.pods().keys() == {"n0", "n1"}
     cluster.turn(4)
     assert cluster.pods() == {}
+
+
+@pytest.mark.parametrize("before", [{"pool": "yes"}, {}], ids=["by label", "from everywhere"])
+def test_of_a_pool_that_moves_more_nodes_than_can_be_named_drain_before_their_pods_go(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, str]
+) -> None:
+    monkeypatch.setattr(workloads, "NAMED_NODES_MAX", 2)
+    cluster = running(5, pool_spec(selector=before))
+    old = {f"n{number}" for number in range(5)}
+    for node in [*old, "new"]:
+        cluster.fleet.node(node, **{"pool": "yes", "kubernetes.io/hostname": node})
+    cluster.fleet.node("new", **{"pool": "other", "kubernetes.io/hostname": "new"})
+    cluster.turn(4)
+    cluster.fleet.pool(spec=pool_spec(selector={"pool": "other"}))
+    cluster.fleet.step()
+    cluster._make_pods()
+
+    nodes = cluster.fleet.of(kinds.POOL_NODE)
+    assert all(nodes[f"p.{n}"]["spec"]["drain"]["requested"] for n in old)
+    assert staying(cluster.pods()) == {*old, "new"}
+    assert cluster.fleet.orders() == ()
+    cluster.fleet.drained("p.n0")
+    cluster.fleet.step()
+    assert "p.n0" not in cluster.fleet.of(kinds.POOL_NODE)
+    cluster.turn(4)
+    assert cluster.pods().keys() == {"new"}
+    assert len(terms(cluster, BASE)) == 1
+    assert not cluster.ended
+
+
+def test_a_pool_that_moves_bars_its_other_pods_from_the_nodes_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "NAMED_NODES_MAX", 2)
+    cluster = mixed("2Gi", "2Gi", "2Gi", "0")
+    cluster.fleet.node("new", pages="2Gi", pool="other")
+    cluster.fleet.pool(spec=pool_spec(HUGE, selector={"pool": "other"}))
+    cluster.fleet.step()
+    cluster._make_pods()
+
+    assert staying(cluster.pods_by(BASE)) == {"n0", "n1", "n2", "new"}
+    assert staying(cluster.pods_by(SMALL)) == {"n3"}
+    cluster.turn(5)
+    assert cluster.pods_by(BASE).keys() == {"new"}
+    assert cluster.fleet.of(kinds.DAEMON_SET).keys() == {BASE}
+    assert not cluster.ended
+
+
+def test_nodes_left_out_get_no_pod_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "NAMED_NODES_MAX", 2)
+    cluster = running(5, pool_spec([tier("nvme", "NVMe")]))
+    cluster.fleet.pass_time(10)
+    cluster.fleet.pool("q", pool_spec([tier("nvme", "NVMe")]))
+    cluster.turn(3)
+
+    assert cluster.pods("q") == {}
+    assert len(terms(cluster, "kvstrata-agent-q")[0]["matchFields"]) == 5
+
+
+def test_more_nodes_than_can_be_named_drain_that_are_left_out_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "NAMED_NODES_MAX", 2)
+    cluster = Cluster()
+    cluster.install(template())
+    cluster.fleet.pool("older", pool_spec([tier("nvme", "NVMe")], selector={"pool": "none"}))
+    cluster.fleet.pass_time(10)
+    cluster.fleet.pool(spec=pool_spec([tier("nvme", "NVMe")]))
+    for number in range(5):
+        cluster.fleet.node(f"n{number}")
+    cluster.turn(4)
+    cluster.fleet.pool("older", pool_spec([tier("nvme", "NVMe")]))
+    cluster.fleet.step()
+    cluster._make_pods()
+
+    assert staying(cluster.pods()) == {f"n{number}" for number in range(5)}
+    assert all(cluster.fleet.of(kinds.POOL_NODE)[f"p.n{n}"]["spec"]["drain"]["requested"] for n in range(5))
+    cluster.turn(4)
+    assert cluster.pods() == {}
+    assert not cluster.ended
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.decide.pools.pool_facts import is_serving
 from kvstrata_operator.decide.pools.reconcile import DrainOrder, Holds, drain_order, must_drain, order_drains
 from kvstrata_operator.observe.kinds import BUDGET, DAEMON_SET, POD, Ref, parse_time
-from kvstrata_operator.observe.records import AgentPodSeen, Declared, MadeSeen, PoolNodeSeen, Room
+from kvstrata_operator.observe.records import AgentPodSeen, Declared, MadeSeen, NodeSeen, PoolNodeSeen, Room
 from kvstrata_operator.observe.world import ClusterSeen, PoolsSeen, Setting, View
 
 
@@ -169,7 +169,9 @@ def agents_of(view: View, pool: Declared[KVPool], members: Members, setting: Set
     )
     rollout = roll(wanted, states, now)
     leaving = members.difference.surplus & view.pools.nodes.keys()
-    bodies = workloads.bodies(pool, placement, pods, _classes(members, small, rollout, leaving), setting.namespace)
+    classes = _classes(members, small, rollout, leaving, view.pools.nodes)
+    made = _made(view.cluster, workloads.refs(pool.key, setting.namespace))
+    bodies = workloads.bodies(pool, placement, pods, classes, setting.namespace, made)
     return Agents(pods, bodies, None, rollout, _remark(members, placement, pods))
 
 
@@ -211,7 +213,13 @@ def _not_as_wanted(members: Members, pods: PodsOfPool, small: AbstractSet[str]) 
     return (members.pods.not_of(pods.pods.revision) - small) | (members.pods.not_of(pods.small.revision) & small)
 
 
-def _classes(members: Members, wanted: AbstractSet[str], rollout: Rollout, leaving: AbstractSet[str]) -> NodeClasses:
+def _classes(
+    members: Members,
+    wanted: AbstractSet[str],
+    rollout: Rollout,
+    leaving: AbstractSet[str],
+    seen: Mapping[str, NodeSeen],
+) -> NodeClasses:
     """A node whose agent still serves or drains stays with the DaemonSet of its pod, which would end it at once.
 
     It goes to the other one when its pod does.
@@ -224,7 +232,7 @@ def _classes(members: Members, wanted: AbstractSet[str], rollout: Rollout, leavi
             small ^= {node}
     by_node = members.pods.by_node
     going_small = {node for node in leaving if node in by_node and by_node[node].has_small_pages}
-    return NodeClasses(small, frozenset(leaving), going_small)
+    return NodeClasses(small, frozenset(leaving), going_small, seen)
 
 
 def _remark(members: Members, placement: Placement, pods: PodsOfPool) -> str:

@@ -11,8 +11,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, Final
 
 from kvstrata_api import names, units
@@ -37,7 +38,7 @@ from kvstrata_operator.observe.kinds import (
 )
 from kvstrata_operator.observe.parse import takes_node_memory
 from kvstrata_operator.observe.parse_workloads import room_of
-from kvstrata_operator.observe.records import Declared, MadeSeen, Room
+from kvstrata_operator.observe.records import Declared, MadeSeen, NodeSeen, Room, Selector
 
 Json = dict[str, Any]
 
@@ -47,7 +48,14 @@ STOP_S: Final = 30
 """Seconds that an agent has to stop beyond its drain: Kubernetes' own default."""
 
 NAMED_NODES_MAX: Final = 500
-"""Nodes that one DaemonSet names, of those left out and of those on their way out each: 50 KB of 1.5 MB (etcd)."""
+"""Nodes that one DaemonSet names, of those on their way out and of one kind each: 70 KB of 1.5 MB (etcd), which are
+written anew with each of them that has drained."""
+
+BARRED_NODES_MAX: Final = 4000
+"""Nodes that one DaemonSet leaves out by name: 480 KB for names of 63 letters, written when one comes or goes."""
+
+_EVERY_NODE: Final = {"key": "kubernetes.io/hostname", "operator": "Exists"}
+"""What a term asks for that asks for no label: one without any would pick no node. Each kubelet sets this label."""
 
 _WHERE: Final = ("nodeSelector", "tolerations", "affinity", "terminationGracePeriodSeconds")
 """Parts of a pod that a running one need not be replaced for."""
@@ -78,11 +86,14 @@ class Whereabouts:
     """No longer match, and have a pod of it that still drains."""
     only: tuple[str, ...] | None = None
     """Of those that match these alone; None for all but the excluded."""
+    former: tuple[tuple[Selector, tuple[str, ...]], ...] = ()
+    """Selectors of before by which nodes stay that are on their way out, more than can be named, each with the nodes
+    that must have no pod of this DaemonSet all the same."""
 
     @property
     def are_none(self) -> bool:
         """True when no node is to have a pod of it."""
-        return self.only == () and not self.leaving
+        return self.only == () and not self.leaving and not self.former
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +222,8 @@ def _more(given: Any, more_bytes: int) -> str:
 
 def _node_affinity(selector: Mapping[str, str], where: Whereabouts) -> Json:
     """Pick the nodes of the selector but those left out, and those on their way out as long as they drain."""
-    labels = [{"key": key, "operator": "In", "values": [value]} for key, value in sorted(selector.items())]
-    others = [_name_is("NotIn", node) for node in where.excluded[:NAMED_NODES_MAX]]
+    labels = _has(selector.items())
+    others = [_name_is("NotIn", node) for node in where.excluded[:BARRED_NODES_MAX]]
     if where.only is None and not labels and not others:
         return {}
     if where.only is None:
@@ -220,7 +231,14 @@ def _node_affinity(selector: Mapping[str, str], where: Whereabouts) -> Json:
     else:
         terms = [{"matchFields": [_name_is("In", node)]} for node in where.only[:NAMED_NODES_MAX]]
     terms += [{"matchFields": [_name_is("In", node)]} for node in where.leaving[:NAMED_NODES_MAX]]
+    for before, barred in where.former:
+        fields = {"matchFields": [_name_is("NotIn", node) for node in barred]} if barred else {}
+        terms.append({"matchExpressions": _has(before) or [_EVERY_NODE], **fields})
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+
+def _has(labels: Iterable[tuple[str, str]]) -> list[Json]:
+    return [{"key": key, "operator": "In", "values": [value]} for key, value in sorted(labels)]
 
 
 def _name_is(operator: str, node: str) -> Json:
@@ -277,21 +295,27 @@ class NodeClasses:
     """No longer match, and have an agent that still drains."""
     leaving_small: AbstractSet[str] = frozenset()
     """Of these, those whose pods have small pages."""
+    seen: Mapping[str, NodeSeen] = field(default_factory=lambda: MappingProxyType({}))
+    """Every Node, for its labels."""
 
 
 def bodies(
-    pool: Declared[KVPool], placement: Placement, pods: PodsOfPool, classes: NodeClasses, namespace: str
+    pool: Declared[KVPool], placement: Placement, pods: PodsOfPool, classes: NodeClasses, namespace: str, made: Made
 ) -> dict[Ref, Body]:
-    """Return what should run the agents of an accepted pool."""
+    """Return what should run the agents of an accepted pool; `made` has what does now."""
     assert pool.model is not None
-    made: dict[Ref, Body] = {}
+    wanted: dict[Ref, Body] = {}
     for ref, has_small_pages in daemon_sets(pool.key, namespace).items():
         where = _whereabouts(placement, classes, has_small_pages=has_small_pages)
+        if ref in made:
+            own = tuple(sorted(pool.model.spec.node_selector.items()))
+            before = sorted(made[ref].selectors - {own})
+            where = _kept(where, before, placement, classes, has_small_pages=has_small_pages)
         if not where.are_none:
-            made[ref] = _daemon_set(ref, pool, pods.on(has_small_pages=has_small_pages), where)
+            wanted[ref] = _daemon_set(ref, pool, pods.on(has_small_pages=has_small_pages), where)
     budget = Ref(BUDGET, names.agents_name(pool.key), namespace)
-    made[budget] = _budget(budget, pool.meta, pool.model, len(placement.nodes))
-    return made
+    wanted[budget] = _budget(budget, pool.meta, pool.model, len(placement.nodes))
+    return wanted
 
 
 def small_nodes(nodes: AbstractSet[str], lacking: AbstractSet[str]) -> AbstractSet[str]:
@@ -316,11 +340,44 @@ def _whereabouts(placement: Placement, classes: NodeClasses, *, has_small_pages:
         is_named = has_small_pages
     own = small if has_small_pages else placement.nodes - small
     others = (placement.nodes - small if has_small_pages else small) if not is_named else frozenset[str]()
+    # One that is left out now has the labels: until it has drained there is no need to name it.
+    matching = frozenset[str]() if is_named else leaving & placement.excluded.keys()
     return Whereabouts(
-        excluded=tuple(sorted({*placement.excluded, *others})),
-        leaving=tuple(sorted(leaving)),
+        excluded=tuple(sorted({*placement.excluded, *others} - matching)),
+        leaving=tuple(sorted(leaving - matching)),
         only=tuple(sorted(own)) if is_named else None,
     )
+
+
+def _kept(
+    where: Whereabouts,
+    before: Iterable[Selector],
+    placement: Placement,
+    classes: NodeClasses,
+    *,
+    has_small_pages: bool,
+) -> Whereabouts:
+    """Keep selectors `before` while more nodes are on their way out than can be named: those of a pool that moves.
+
+    Nodes that have drained have an agent until then; of nodes that lost their labels, those too many are not covered.
+    """
+    if len(where.leaving) <= NAMED_NODES_MAX:
+        return where
+    leaving, former, room = set(where.leaving), [], BARRED_NODES_MAX
+    own = classes.small if has_small_pages else placement.nodes - classes.small
+    others = (placement.nodes - own) | (classes.leaving - leaving) | placement.excluded.keys()
+    for selector in before:
+        covered = {node for node in leaving if _carries(classes.seen.get(node), selector)}
+        barred = {node for node in others - set(where.leaving) if _carries(classes.seen.get(node), selector)}
+        if covered and len(barred) <= room:
+            former.append((selector, tuple(sorted(barred))))
+            leaving -= covered
+            room -= len(barred)
+    return replace(where, leaving=tuple(sorted(leaving)), former=tuple(former))
+
+
+def _carries(node: NodeSeen | None, selector: Selector) -> bool:
+    return node is not None and all(node.labels.get(key) == value for key, value in selector)
 
 
 def daemon_sets(pool: str, namespace: str) -> dict[Ref, bool]:
