@@ -14,6 +14,7 @@ from threats.admission_pods import images, node_preparation, system_pods, tenant
 from threats.admission_request import (
     ADMINISTRATOR,
     AGENT,
+    COLLECTOR,
     CREATOR,
     DRY_DELETE,
     EDITOR,
@@ -38,7 +39,7 @@ def cases() -> list[Case]:
     """Every request, dry runs all."""
     made = [
         *_shares(), *_tenancy(), *_observations(), *_scope_keys(), *_storage(), *tenant_pods(), *system_pods(),
-        *images(), *_operations(), *_model_caches(), *_node_labels(), *node_preparation(),
+        *images(), *_operations(), *_model_caches(), *_node_labels(), *_leadership(), *node_preparation(),
     ]  # fmt: skip
     return [Case(c.name, c.who, c.method, f"{c.path}?dryRun=All", c.body, c.words, c.content_type) for c in made]
 
@@ -186,6 +187,10 @@ def _model_caches() -> Iterator[Case]:
     yield patch(
         "weights: of a pool that one may not operate", OPERATIVE, f"{path}/stored", {"spec": {"weight": 5}}, denied
     )
+    # Deleted in the foreground, the object goes when the garbage collector has taken its finalizer off.
+    unheld = {"metadata": {"finalizers": None}}
+    yield patch("weights: collected in the foreground", COLLECTOR, f"{path}/stored", unheld)
+    yield patch("weights: labelled", CREATOR, f"{path}/stored", {"metadata": {"labels": {"a": "b"}}})
     said = {"status": {"nodesStaged": 9}}
     yield patch("weights: said to be there", ROOT, f"{path}/stored/status", said, "the operator")
 
@@ -205,6 +210,23 @@ def _node_labels() -> Iterator[Case]:
     ):
         yield patch(f"node: {name} by the operator", OPERATOR, node, change, denied)
     yield patch("node: label by an agent", AGENT, node, {"metadata": {"labels": ours}}, FORBIDDEN)
+
+
+def _leadership() -> Iterator[Case]:
+    path, denied = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases", "written by its own account alone"
+
+    def make(name: str) -> Json:
+        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": name}}
+
+    for who in (OPERATOR, METADATA, AGENT, ROOT):
+        words = "" if who == METADATA else denied
+        yield Case(f"leadership: begun by {who}", who, "POST", path, make(names.FIELD_MANAGER_METADATA), words)
+    held, stored = {"spec": {"holderIdentity": "nobody"}}, f"{path}/{names.FIELD_MANAGER_OPERATOR}"
+    for who in (AGENT, ROOT):
+        yield patch(f"leadership: taken by {who}", who, stored, held, denied)
+    beat = names.agent_lease_name("llama-70b", "worker-1")
+    yield Case("heartbeat: begun by an agent", AGENT, "POST", path, make(beat))
+    yield patch("leadership: deleted in the foreground", COLLECTOR, stored, {"metadata": {"finalizers": None}})
 
 
 def secret(name: str, *, scope: str = "") -> Json:
@@ -230,8 +252,7 @@ def _scope_keys() -> Iterator[Case]:
     yield patch("label put on", ROOT, f"{secrets}/plain", {"metadata": {"labels": {names.LABEL_SCOPE: "x"}}}, denied)
     yield Case("scope key deleted by somebody", ROOT, "DELETE", kept, DRY_DELETE, denied)
     yield Case("scope key deleted by the operator", OPERATOR, "DELETE", kept, DRY_DELETE)
-    collector = "system:serviceaccount:kube-system:generic-garbage-collector"
-    yield Case("scope key collected with its owner", collector, "DELETE", kept, DRY_DELETE)
+    yield Case("scope key collected with its owner", COLLECTOR, "DELETE", kept, DRY_DELETE)
 
 
 ESCAPES: Final = (

@@ -23,6 +23,8 @@ CREATOR: Final = "creator"
 """May write tenants and domains, and does not administer them."""
 OPERATIVE: Final = "operative"
 """May make operations and operate the pool llama-70b, and has no right on tenants."""
+COLLECTOR: Final = "system:serviceaccount:kube-system:generic-garbage-collector"
+"""Removes what has lost its owner, and takes finalizers of a deletion in the foreground off."""
 PLAIN: Final = "plain"
 """A namespace of no tenant."""
 DIGEST: Final = "registry.example.org/kvstrata/agent@sha256:" + "1" * 64

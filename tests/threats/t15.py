@@ -125,13 +125,16 @@ def _objects() -> Iterator[Json]:
     node = {"poolRef": "llama-70b", "nodeName": "worker-1", "tiers": tiers, "revision": "r"}
     yield custom("KVPoolNode", "llama-70b.worker-1", node)
     yield custom("KVOperation", "stored", {"type": "Flush", "poolRef": "llama-70b", "flush": {}})
-    yield custom("KVModelCache", "stored", {"poolRef": "other", "source": {"url": "s3://m"}, "revision": "v1"})
+    weights = {"poolRef": "other", "source": {"url": "s3://m"}, "revision": "v1"}
+    yield custom("KVModelCache", "stored", weights, finalizers=["foregroundDeletion"])
     yield {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "worker-1", "labels": {"zone": "a"}}}
     yield custom("KVTenant", rights.TEAM, {"serviceAccounts": [{"namespace": rights.TEAM, "name": "engine"}]})
     yield custom("KVTrustDomain", "research", {"tenants": [rights.TEAM]})
     yield share({"domain": "research"}, name="stored")
     yield share({"tenant": "team-b"}, name="consented")
     yield share({"domain": "research"}, name="theirs", namespace=rights.OTHER_TEAM)
+    leader = {"name": names.FIELD_MANAGER_OPERATOR, "namespace": rights.SYSTEM, "finalizers": ["foregroundDeletion"]}
+    yield {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": leader}
     for made in (secret(names.scope_secret_name("tenant", rights.TEAM), scope="tenant"), secret("plain")):
         yield made | {"metadata": made["metadata"] | {"namespace": rights.SYSTEM}}
 
