@@ -66,7 +66,10 @@ class RedisAccess:
     """Context for each new connection; None to make them of the PEM texts above."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
+        try:
+            parts = urlsplit(self.url)
+        except ValueError:  # Whose words may have what stands before an @.
+            raise InvalidInputError("redis url: cannot be read as a url") from None
         if "@" in parts.netloc:
             raise InvalidInputError("redis url: credentials belong in username and password, not in the url")
         if parts.scheme not in _SCHEMES or not (parts.netloc or parts.path):
@@ -114,7 +117,7 @@ def parse_access(values: Mapping[str, bytes | str]) -> RedisAccess:
 
     Raises `InvalidInputError` naming the key that is missing or wrong.
     """
-    texts = {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
+    texts = {key: _text(key, value) for key, value in values.items()}
     if not texts.get("url"):
         raise InvalidInputError("redis secret: key url is missing")
     certificates = texts.get("certificates", "")
@@ -132,6 +135,13 @@ def parse_access(values: Mapping[str, bytes | str]) -> RedisAccess:
     if access.is_fleet and not access.is_tls:
         raise InvalidInputError(f"redis secret: certificates {FLEET!r} go with a url of rediss://, not {access.url}")
     return access
+
+
+def _text(key: str, value: bytes | str) -> str:
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:  # Which has the value.
+        raise InvalidInputError(f"redis secret: key {key} is not UTF-8") from None
 
 
 def format_access(access: RedisAccess) -> dict[str, str]:

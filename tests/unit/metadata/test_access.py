@@ -44,13 +44,24 @@ def test_a_secret_that_asks_for_tls_by_half_is_refused(values: dict[str, str]) -
         parse_access(values)
 
 
-@pytest.mark.parametrize("url", ["", "http://h:1", "redis://", "redis://u:p@h:1", "h:1"])
+@pytest.mark.parametrize(
+    "url", ["", "http://h:1", "redis://", "redis://u:p@h:1", "h:1", "rediss://[u:p@h", "redis://u:p@\u2100"]
+)
 def test_a_wrong_url_is_refused_without_telling_the_password(url: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         parse_access({"url": url, "password": "hush"})
 
     assert "hush" not in str(refused.value)
     assert "u:p" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["url", "password", "ca.crt"])
+def test_a_value_that_is_no_text_is_refused_by_its_key(key: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"key {key} is not UTF-8") as refused:
+        parse_access({"url": b"redis://h:1", key: b"hush\xff"})
+
+    assert "hush" not in str(refused.value)
+    assert refused.value.__cause__ is None
 
 
 @pytest.mark.parametrize(
