@@ -22,7 +22,7 @@ from kvstrata_metadata.directory.shards import Batch, Mode
 from kvstrata_metadata.server.embedded import TlsFiles
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.cluster_store import open_store
-from kvstrata_metadata.store.keys import REVERSE_BUCKETS, SHARDS, Shard
+from kvstrata_metadata.store.keys import REVERSE_BUCKETS, SHARDS, Shard, session_digest, shard_index
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, Nomination, SessionRecord, Verdict
 from kvstrata_metadata.store.scripts import Script
 from kvstrata_metadata.store.store import Call, Store
@@ -312,6 +312,20 @@ class StoreContract:
         assert await sessions.read_session(store, secret, "s") is None
         assert await sessions.touch_session(store, secret, "s", opened) is None
         assert await sessions.fork_session(store, secret, "u", parent="s", agent="p.n2") is None
+
+    async def test_the_index_of_sessions_ends_with_its_last_session(
+        self, store: Store, care: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No sweep comes to a scope in which no agent has blocks."""
+        monkeypatch.setattr(sessions, "SESSION_TTL_S", 1)
+        secret = ScopeSecret(ScopeId("tenant/a/u/v1"), os.urandom(32))
+        await sessions.open_session(store, secret, "s", SessionRecord("a", "high", "open"))
+        tally = Call(Script.TALLY, Shard(secret.tag(), shard_index(session_digest(secret, "s"))).key, (0, 1))
+        next_at_first, *_ = await care.run_one(tally)
+        await asyncio.sleep(1.5)
+        next_at_last, *_ = await care.run_one(tally)
+
+        assert (next_at_first, next_at_last) == (1, -1), "an entry, and then none"
 
     async def test_another_scope_sees_nothing(self, store: Store, shard: Shard) -> None:
         a = await self.agent(store, shard)

@@ -1,4 +1,4 @@
--- Open, touch, close or read one session of a scope. Records expire when nobody touches them.
+-- Open, touch, close or read one session of a scope. Records expire when nobody touches them, their index with the last.
 -- ARGV: verb, session digest, seconds to live, record (msgpack array, `open`) or changed fields (`touch`).
 -- Sessions of an erased scope are gone and cannot be opened.
 -- Fields: tenant, priority, state, parent, head, agent, urgency, expected_return_s. Returns the record now, or ''.
@@ -32,5 +32,6 @@ end
 if verb ~= 'read' then
   call('SET', key, packed, 'EX', ARGV[3])
   call('ZADD', KEYS[1] .. 't', second(), ARGV[2])
+  call('EXPIRE', KEYS[1] .. 't', ARGV[3])
 end
 return packed
