@@ -451,7 +451,7 @@ METADATA: Final = (
     Metric("kvstrata_metadata_erase_claims", Kind.GAUGE, "Scopes that agents claim to be erased, not settled yet."),
     Metric("kvstrata_metadata_erase_claims_refused_total", Kind.COUNTER, "Erasures that the API server contradicted."),
     Metric("kvstrata_metadata_erased_scopes_total", Kind.COUNTER, "Scopes erased from the directory."),
-    Metric("kvstrata_metadata_erased_locations_total", Kind.COUNTER, "Locations removed with erased scopes."),
+    Metric("kvstrata_metadata_erased_locations_total", Kind.COUNTER, "Blocks that erased scopes had locations of."),
     Metric("kvstrata_metadata_sweep_duration_seconds", Kind.HISTOGRAM, "Time of one sweep.", (), _METADATA_S),
     Metric("kvstrata_metadata_redis_restarts_total", Kind.COUNTER, "Embedded servers that ended and were restarted."),
     Metric(

@@ -28,8 +28,8 @@ LOCATE_CHUNK: Final = 4_000
 DROPPED_AT_ONCE: Final = 16
 """Shards of one round trip of removals: about 20 ms of the server where all are full, 1 ms where they are empty."""
 
-ERASE_KEYS: Final = 512
-"""Keys that one transition unlinks: about a millisecond of the server."""
+ERASE_KEYS: Final = 1_024
+"""Keys that one transition unlinks, the reverse indexes of four incarnations: about a millisecond of the server."""
 
 ERASED_S: Final = 30 * 24 * 3_600
 """How long an erased scope takes no message. Its tag is never used again, and nobody can ask for its blocks."""
@@ -157,10 +157,10 @@ async def count(store: Store, shard: Shard, incarnations: Sequence[Incarnation])
 
 
 async def erase_scope(store: Store, tag: str) -> int:
-    """Remove every location, stream and session of a scope and refuse new ones; how many locations there were.
+    """Remove every location, stream and session of a scope and refuse new ones; how many blocks had locations.
 
     Needs the role `metadata`. Runs in steps of milliseconds, all shards side by side, and may be repeated: a
-    `DirectoryAwayError` in between leaves a part, which the next call removes.
+    `DirectoryAwayError` or a cancellation in between leaves a part, which the next call removes.
     """
     parts = {Shard(tag, index): 0 for index in range(SHARDS)}
     removed = 0

@@ -4,6 +4,7 @@ A claim is believed when the API server, asked afterwards, knows no such owner o
 again, and the second one is asked in time: an agent has a key only from a Secret that existed before.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ ReadOwners = Callable[[], Awaitable[Mapping[str, int]]]
 
 BELIEVED_WITHIN_S: Final = 60.0
 """A claim that the API server contradicts for so long is void: somebody deleted a Secret by hand, say."""
+
+ERASING_S_MAX: Final = 15.0
+"""Of one round: sweeps wait meanwhile, and probes ask whether the loop turns. A scope of 5,000 agents takes a few."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Erased:
 
     scopes: int = 0
     locations: int = 0
+    """Blocks that had some."""
     refused: int = 0
     """Claims that the API server contradicted."""
     waiting: int = 0
@@ -70,7 +75,7 @@ class Eraser:
         self.erased.waiting = 0
 
     async def erase(self, mandate: Mandate) -> list[str]:
-        """Settle what can be settled; the tags that were erased.
+        """Settle what can be settled within `ERASING_S_MAX`; the tags that were erased.
 
         Raises `DirectoryAwayError`; what was begun is taken up by the next round.
         """
@@ -80,20 +85,27 @@ class Eraser:
             return []
         # After the claims: a key that an agent had was that of an owner before.
         owners = await ask(self._read_owners, "owners of scopes") if self._read_owners else None
-        erased = []
-        for claim in claims:
-            if self._authority.mandate() != mandate:
-                break
-            with partly():
-                if await self._settle(claim, decide_claim(claim, owners), mandate):
-                    erased.append(claim.tag)
+        erased: list[str] = []
+        until_s = asyncio.get_running_loop().time() + ERASING_S_MAX
+        try:
+            for claim in claims:
+                if self._authority.mandate() != mandate:
+                    break
+                with partly():
+                    if await self._settle(claim, decide_claim(claim, owners), mandate, until_s):
+                        erased.append(claim.tag)
+        except TimeoutError:
+            _log.warning("much to erase; the next round goes on with it")
         return erased
 
-    async def _settle(self, claim: Claim, sentence: ClaimDecision, mandate: Mandate) -> bool:
-        """Carry a sentence out; true when the scope was erased."""
+    async def _settle(self, claim: Claim, sentence: ClaimDecision, mandate: Mandate, until_s: float) -> bool:
+        """Carry a sentence out; true when the scope was erased. Raises `TimeoutError` with a part of it left."""
         if sentence is ClaimDecision.WAIT:
             return False
-        removed = await erase_scope(self._store, claim.tag) if sentence is ClaimDecision.ERASE else 0
+        removed = 0
+        if sentence is ClaimDecision.ERASE:
+            async with asyncio.timeout_at(until_s):
+                removed = await erase_scope(self._store, claim.tag)
         if not await settle_claim(self._store, claim, mandate):
             return False
         self.erased.waiting -= 1

@@ -4,10 +4,10 @@ import asyncio
 import datetime as dt
 import ipaddress
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from cryptography import x509
@@ -374,6 +374,25 @@ class StoreContract:
         assert await shards.withdraw(store, shard, a.incarnation, 10**10) == (Verdict.ERASED, 10**10)
         assert await b.holds(digest(1)) == [{b.incarnation}]
         assert await shards.erase_scope(care, shard.tag) == 0
+
+    async def test_a_scope_of_many_agents_is_erased_in_few_steps(
+        self, store: Store, care: Store, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        agents = [await self.agent(store, shard) for _ in range(60)]
+        for agent in agents:
+            await agent.say(held(1), held(2))
+        run, steps = care.run, 0
+
+        async def counting(calls: Sequence[Call]) -> list[Any]:
+            nonlocal steps
+            steps += 1
+            return await run(calls)
+
+        monkeypatch.setattr(care, "run", counting)
+        assert await shards.erase_scope(care, shard.tag) == 2
+        assert steps < 30
+        assert await agents[-1].holds(digest(1), digest(2)) == [set(), set()]
+        assert await shards.count(care, shard, [agent.incarnation for agent in agents]) == [0] * len(agents)
 
     async def test_nominations_are_taken_once_in_order_and_bounded(
         self, store: Store, care: Store, shard: Shard

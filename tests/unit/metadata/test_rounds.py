@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_metadata.directory.registry import Fleet, Member
+from kvstrata_metadata.duties import eraser
 from kvstrata_metadata.duties.authority import Alone
 from kvstrata_metadata.duties.eraser import Eraser
 from kvstrata_metadata.duties.nominator import Nominator
@@ -58,6 +59,16 @@ class PartlyAway(Store):
         return 1
 
 
+class Vast(PartlyAway):
+    """Has one scope that so many agents had that its erasure takes longer than anybody waits."""
+
+    async def run(self, calls: Sequence[Call]) -> list[Any]:
+        if calls[0].script is Script.ERASE and TAG_AWAY.encode() in calls[0].key:
+            await asyncio.sleep(0.01)
+            return [[0, int(call.args[0]) + 1] for call in calls]
+        return [self.reply(call) for call in calls]
+
+
 async def nobody_owns() -> dict[str, int]:
     return {}
 
@@ -92,3 +103,14 @@ async def test_a_scope_that_is_away_keeps_no_other_from_being_erased() -> None:
 
     assert erased == [TAG_HERE]
     assert len(store.settled) == 1
+
+
+async def test_a_round_ends_however_long_an_erasure_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or nobody who dies is fenced meanwhile, and the leader is restarted for a loop that does not turn."""
+    monkeypatch.setattr(eraser, "ERASING_S_MAX", 0.1)
+    store = Vast()
+    made = Eraser(store, nobody_owns, Alone())
+
+    assert await asyncio.wait_for(made.erase(Mandate(0, "alone")), 5.0) == []
+    assert not store.settled
+    assert made.erased.waiting == 2
