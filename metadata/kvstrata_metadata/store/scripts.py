@@ -7,6 +7,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Final
 
+_FOLDER: Final = files("kvstrata_metadata.store") / "lua"
+_EARLIER: Final = _FOLDER / "earlier"
+"""Whole texts as a release had them, each `<transition>-<version>.lua`; they are never changed."""
+
 _ALLOW_OOM: Final = "#!lua flags=allow-oom\n"
 
 
@@ -63,15 +67,27 @@ class Source:
 @cache
 def sources() -> dict[Script, Source]:
     """All transitions, each joined with the definitions that it shares with the others on its keys."""
-    folder = files("kvstrata_metadata.store") / "lua"
-    call = (folder / "call.lua").read_text()
+    call = (_FOLDER / "call.lua").read_text()
     made = {}
     for script in Script:
         flags = "" if script in _REFUSED_WHEN_FULL else _ALLOW_OOM
-        prelude = (folder / f"{_prelude(script)}.lua").read_text()
-        text = flags + call + prelude + (folder / f"{script}.lua").read_text()
-        made[script] = Source(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+        prelude = (_FOLDER / f"{_prelude(script)}.lua").read_text()
+        made[script] = _source(flags + call + prelude + (_FOLDER / f"{script}.lua").read_text())
     return made
+
+
+@cache
+def loaded() -> tuple[Source, ...]:
+    """What Redis is to know: our transitions, and those that agents of the release before call by other texts.
+
+    Agents load nothing, and are replaced long after the metadata service and Redis.
+    """
+    earlier = sorted(found.name for found in _EARLIER.iterdir() if found.name.endswith(".lua"))
+    return (*sources().values(), *(_source((_EARLIER / name).read_text()) for name in earlier))
+
+
+def _source(text: str) -> Source:
+    return Source(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 def _prelude(script: Script) -> str:

@@ -20,7 +20,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from kvstrata_api.errors import DirectoryAwayError, DirectoryFullError, KvStrataError
 from kvstrata_metadata.store.access import RedisAccess
-from kvstrata_metadata.store.scripts import Script, sources
+from kvstrata_metadata.store.scripts import Script, loaded, sources
 from kvstrata_metadata.store.servers import Address, SlotRange, Topology
 
 CONNECTIONS_MAX: Final = 8
@@ -78,12 +78,12 @@ class Store:
         return False
 
     async def install(self) -> None:
-        """Load every transition. Needs the role `metadata`; idempotent."""
-        _raise_first(await self.ask([("SCRIPT LOAD", source.text) for source in sources().values()]))
+        """Load every transition, and what agents of the release before call. Needs the role `metadata`; idempotent."""
+        _raise_first(await self.ask([("SCRIPT LOAD", source.text) for source in loaded()]))
 
     async def is_installed(self) -> bool:
         """True when every transition is loaded. Needs the role `metadata`."""
-        (there,) = _raise_first(await self.ask([("SCRIPT EXISTS", *(s.sha for s in sources().values()))]))
+        (there,) = _raise_first(await self.ask([("SCRIPT EXISTS", *(s.sha for s in loaded()))]))
         return all(there)
 
     async def run(self, calls: Sequence[Call]) -> list[Any]:

@@ -24,8 +24,9 @@ from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.cluster_store import open_store
 from kvstrata_metadata.store.keys import REVERSE_BUCKETS, SHARDS, Shard, session_digest, shard_index
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, Nomination, SessionRecord, Verdict
-from kvstrata_metadata.store.scripts import Script
+from kvstrata_metadata.store.scripts import Script, sources
 from kvstrata_metadata.store.store import Call, Store
+from support.metadata.released import DIGESTS
 
 
 class Servers(Protocol):
@@ -245,6 +246,29 @@ class StoreContract:
         await asyncio.sleep(1.5)
 
         assert await a.say(held(1)) is Verdict.GAP
+
+    @pytest.mark.parametrize("version", DIGESTS)
+    async def test_agents_of_an_earlier_release_are_served_beside_ours(
+        self, store: Store, shard: Shard, monkeypatch: pytest.MonkeyPatch, version: str
+    ) -> None:
+        """After a restart of Redis, too: they load nothing, and this is all that our service has loaded."""
+        called = {**sources()}
+        for script, sha in DIGESTS[version].items():
+            called[script] = replace(called[script], sha=sha)
+        secret = ScopeSecret(ScopeId("tenant/a/u/v1"), os.urandom(32))
+        ours = await self.agent(store, shard)
+        await ours.say(held(1), held(2))
+        with monkeypatch.context() as earlier:
+            earlier.setattr("kvstrata_metadata.store.store.sources", lambda: called)
+            theirs = await self.agent(store, shard)
+            assert await theirs.say(held(2), held(3)) is Verdict.OK
+            assert await registry.heartbeat(store, theirs.incarnation) is Verdict.OK
+            await sessions.open_session(store, secret, "s", SessionRecord("a", "high", "open"))
+            found = await theirs.holds(digest(1), digest(2), digest(3))
+
+        assert found == [{ours.incarnation}, {ours.incarnation, theirs.incarnation}, {theirs.incarnation}]
+        assert found == await ours.holds(digest(1), digest(2), digest(3))
+        assert await sessions.read_session(store, secret, "s") is not None
 
     async def test_one_name_has_one_incarnation(self, store: Store, shard: Shard) -> None:
         a = await self.agent(store, shard, name := f"p.{os.urandom(4).hex()}", epoch=5)

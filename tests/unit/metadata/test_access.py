@@ -1,16 +1,19 @@
 """Addresses, credentials, roles and the command line, parsed at the edge."""
 
+import json
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata_api import __version__
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_metadata.service.main import EXTERNAL_VARIABLES, _parser, options_of
 from kvstrata_metadata.store.access import COMMANDS, Grant, RedisAccess, Role, acl_file, format_access, parse_access
-from kvstrata_metadata.store.scripts import Script, sources
+from kvstrata_metadata.store.scripts import Script, loaded, sources
 from kvstrata_metadata.store.servers import Address
+from support.metadata.released import DIGESTS
 
 pytestmark = pytest.mark.unit
 
@@ -90,6 +93,16 @@ def test_every_transition_touches_one_slot() -> None:
         assert "KEYS[2]" not in source.text, script
         assert "KEYS[1]" in source.text, script
     assert len({source.sha for source in sources().values()}) == len(Script)
+
+
+def test_what_agents_of_releases_call_is_loaded() -> None:
+    ours, every = {source.sha for source in sources().values()}, {source.sha for source in loaded()}
+    released = {digest for digests in DIGESTS.values() for digest in digests.values()}
+
+    assert released <= every, "put the text that a release had into store/lua/earlier, before it is changed"
+    assert every - ours <= released, "no release of tests/recorded/transitions.json has it"
+    called = {s: sources()[s].sha for s in next(reversed(DIGESTS.values()))}
+    assert __version__ in DIGESTS, f"add to tests/recorded/transitions.json: {json.dumps({__version__: called})}"
 
 
 def test_external_needs_a_url_and_embedded_a_directory() -> None:
