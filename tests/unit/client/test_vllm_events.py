@@ -153,10 +153,10 @@ def test_pages_beyond_the_bound_are_removed_the_longest_untouched_first(monkeypa
 def test_all_pages_are_removed_at_a_reset_and_stored_again_after_it() -> None:
     bench = Bench()
     bench.save(0, 4)
-    before = bench.book.saving(Request(), 4, 8)
+    bench.book.saving(99, Request(), 4, 8)
     bench.book.take()
     bench.book.reset()
-    bench.book.saved({before: (1, True)})
+    bench.book.saved({99: (1, True)})
     assert bench.book.take() == [Removed(pages(0, 1), HERE)]
     assert not bench.book.is_waiting
     bench.book.begin("a")
