@@ -238,6 +238,9 @@ class TierBackend(OptionalCapabilities, Protocol):
     def last_error(self) -> str:
         """The last failure of the medium, for the tier's status; empty when there was none."""
 
+    def slot_bytes(self, size_bytes: int) -> int:
+        """Bytes that a slot for a block of this size takes from the capacity: its header and rounding included."""
+
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take a slot for a block of `scope`; no two scopes share an extent at a time.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvstrata_agent.policy.placement import Price, TierFacts
 from kvstrata_agent.policy.quota import over_hard_bytes
-from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFullError
+from kvstrata_api.errors import QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Device, SlotRef, TierBackend
@@ -169,16 +169,16 @@ class Tier:
             why = "it is removed from the spec" if self.is_leaving else "it is drained"
             raise TierFullError(f"tier {self.name}: {why}, and takes no blocks", delay_s=1.0)
         used_bytes = self.tenant_bytes.get(tenant, 0)
-        if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
-            raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
+        if hard_bytes is not None:
+            slot_bytes = self.backend.slot_bytes(size_bytes)
+            if over_hard_bytes(used_bytes, slot_bytes, hard_bytes):
+                why = f"quota {hard_bytes} B, used {used_bytes} B, want {slot_bytes} B"
+                raise QuotaExceededError(f"tenant {tenant}, tier {self.name}: {why}", delay_s=1.0)
         mappable = self.backend.mappable
         if mappable is not None:
             slot = mappable.reserve(scope, size_bytes, writer)
         else:
             slot = self.backend.reserve(scope, size_bytes)
-        if hard_bytes is not None and over_hard_bytes(used_bytes, slot.size_bytes, hard_bytes):
-            self.backend.drop(slot)
-            raise self._exceeded(tenant, used_bytes, slot.size_bytes, hard_bytes)
         self.tenant_bytes[tenant] = used_bytes + slot.size_bytes
         return slot
 
@@ -188,23 +188,15 @@ class Tier:
         """Allocate up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
         mappable = self.backend.mappable
         assert mappable is not None
-        if not count or self.is_recovering or self.is_closed:
+        used_bytes = self.tenant_bytes.get(tenant, 0)
+        if hard_bytes is not None:
+            count = min(count, (hard_bytes - used_bytes) // self.backend.slot_bytes(size_bytes))
+        if count <= 0 or self.is_recovering or self.is_closed:
             return []
-        slots: list[SlotRef] = []
-        if hard_bytes is not None:  # The size of a slot is known once there is one.
-            try:
-                slots.append(self.allocate(scope, tenant, size_bytes, hard_bytes, writer))
-            except (TierFullError, BackendFailedError):
-                return []
-            count = min(count, 1 + (hard_bytes - self.tenant_bytes[tenant]) // slots[0].size_bytes)
-        more = mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
-        if more:
-            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + len(more) * more[0].size_bytes
-        return slots + more
-
-    def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
-        why = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
-        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {why}", delay_s=1.0)
+        slots = mappable.reserve_run(scope, size_bytes, count, writer)
+        if slots:
+            self.tenant_bytes[tenant] = used_bytes + len(slots) * slots[0].size_bytes
+        return slots
 
     def charge(self, tenant: str, size_bytes: int) -> None:
         """Put slots on a tenant's account that nobody took here: an earlier run did."""
@@ -248,6 +240,11 @@ class SlotRequest:
         return bool(self.writer)
 
     @property
+    def slot_bytes(self) -> int:
+        """What the slot takes from the tier and from the quota: with the block, its header and rounding."""
+        return self.tier.backend.slot_bytes(self.size_bytes)
+
+    @property
     def batch_bytes(self) -> int:
         """What is freed at a time for a writer that is known, or likely, to need more slots like this one."""
-        return self.size_bytes * max(BATCH_SLOTS, self.slots)
+        return self.slot_bytes * max(BATCH_SLOTS, self.slots)

@@ -153,13 +153,13 @@ class Evictor:
         if not book.are_rules_known or tier.is_recovering:
             return False  # Somebody's guarantee may not be known yet, or what is there.
         used_bytes = tier.tenant_bytes.get(request.tenant, 0)
-        over_bytes = over_hard_bytes(used_bytes, request.size_bytes, book.hard_bytes(tier, request.tenant))
+        over_bytes = over_hard_bytes(used_bytes, request.slot_bytes, book.hard_bytes(tier, request.tenant))
         if over_bytes:
             return await self._evict_own(request, over_bytes) > 0
         extents = tier.extents_to_free(request.scope, request.size_bytes, request.writer)
         if not extents:
             return True  # Somebody else made room while this one waited.
-        for account in accounts_over_share(book.usages(tier), request.tenant, request.size_bytes):
+        for account in accounts_over_share(book.usages(tier), request.tenant, request.slot_bytes):
             if await self._evict_from(request, account, len(extents), attempt):
                 return True
         return False
@@ -181,7 +181,7 @@ class Evictor:
         queues = self._node.contents(tier).queues
         if is_own and attempt % 2 == 0 and any(key[:2] == (request.scope, request.tenant) for key in queues):
             need_bytes = min(request.batch_bytes, tier.backend.capacity_bytes // BATCH_PARTS)
-            need_bytes = max(request.size_bytes, need_bytes)
+            need_bytes = max(request.slot_bytes, need_bytes)
             eviction = EvictionRequest(
                 need_bytes, "room", tenant=request.tenant, scope=request.scope, arriving=request.arriving
             )

@@ -68,8 +68,11 @@ class DictBackend(OptionalCapabilities):
         self._stamp = 0
         self.capabilities = Capabilities("dict", False, survives_restart, False, 4096)
 
+    def slot_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // 4096) * 4096
+
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
-        size = -(-size_bytes // 4096) * 4096
+        size = self.slot_bytes(size_bytes)
         if self.used_bytes + size > self.capacity_bytes:
             raise TierFullError(f"{size} B wanted, {self.capacity_bytes - self.used_bytes} B free")
         self._stamp += 1

@@ -87,6 +87,13 @@ class BackendContract:
 
         assert await get(backend, slot, made) == content(5, size_bytes)
 
+    @pytest.mark.parametrize("size_bytes", [1, 4096, 4097, BLOCK_BYTES, 300_001])
+    async def test_what_a_slot_takes_is_known_before(self, backend: TierBackend, size_bytes: int) -> None:
+        before_bytes = backend.used_bytes
+        slot = backend.reserve(ANNA, size_bytes)
+
+        assert backend.slot_bytes(size_bytes) == slot.size_bytes == backend.used_bytes - before_bytes
+
     async def test_page_aligned_memory_needs_no_copy_and_gives_the_same_bytes(self, backend: TierBackend) -> None:
         source, target = mmap.mmap(-1, BLOCK_BYTES), mmap.mmap(-1, BLOCK_BYTES)
         source[:] = content(9)

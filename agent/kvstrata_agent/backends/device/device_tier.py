@@ -89,6 +89,10 @@ class DeviceTier(OptionalCapabilities, Generic[Memory]):
         """The last failure of the device; empty when there was none."""
         return self._last_error
 
+    def slot_bytes(self, size_bytes: int) -> int:
+        """Bytes of such a slot. See `TierBackend`."""
+        return self._table.stride(size_bytes)
+
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take a slot. See `TierBackend`."""
         slot = self._table.take(scope, size_bytes)

@@ -34,7 +34,7 @@ from kvstrata_agent.backends.file.volume import DIRECT_BYTES, Volume
 from kvstrata_agent.backends.record.encryption import DataKeys
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, form_of
 from kvstrata_agent.backends.recovered import each
-from kvstrata_agent.backends.slot_table import SlotTable, target_extent_bytes
+from kvstrata_agent.backends.slot_table import SlotTable, stride_of, target_extent_bytes
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import InvalidInputError, KvStrataError, TierFullError
 from kvstrata_api.units import MIB
@@ -64,6 +64,11 @@ def target_bytes(capacity_bytes: int) -> int:
     return target_extent_bytes(
         capacity_bytes, parts=_SEGMENT_PARTS, most_bytes=_SEGMENT_BYTES_MAX, count_max=_SEGMENTS_MAX
     )
+
+
+def slot_bytes(size_bytes: int) -> int:
+    """Bytes of the slot that a record of `size_bytes` takes in any store."""
+    return stride_of(HEADER_BYTES + size_bytes, DIRECT_BYTES, _CLASS_BITS)
 
 
 class RecordStore(OptionalCapabilities):
@@ -167,6 +172,10 @@ class RecordStore(OptionalCapabilities):
 
     def _fit_one_more(self, need_bytes: int) -> None:
         self._fit(1, max(1, self._state.table.target_bytes // self._state.table.stride(need_bytes)))
+
+    def slot_bytes(self, size_bytes: int) -> int:
+        """Bytes of such a record's slot. See `TierBackend`."""
+        return slot_bytes(size_bytes)
 
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take a slot for a record of `size_bytes`. See `TierBackend`."""

@@ -30,6 +30,7 @@ from kvstrata_agent.backends.base import (
     Writing,
 )
 from kvstrata_agent.backends.file.devices import DeviceHealth, DeviceLoad, divide, measure_room, order, room_of_each
+from kvstrata_agent.backends.file.record_store import slot_bytes
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataError, TierFullError
@@ -189,6 +190,10 @@ class StripedStore(OptionalCapabilities):
         """Errors of devices that have failed, or the last failure of any that goes on."""
         failed = [f"{part.name}: {part.health.error}" for part in self._parts if part.health.error]
         return "; ".join(failed) or next((s.last_error for s in self._stores() if s.last_error), "")
+
+    def slot_bytes(self, size_bytes: int) -> int:
+        """Bytes of such a record's slot, which are the same on every device. See `TierBackend`."""
+        return slot_bytes(size_bytes)
 
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take a slot on the device that has least to do. See `TierBackend`."""

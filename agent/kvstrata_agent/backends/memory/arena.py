@@ -139,6 +139,10 @@ class Arena(OptionalCapabilities):
         """Why the last extent could not be made; empty when none failed."""
         return self._last_error
 
+    def slot_bytes(self, size_bytes: int) -> int:
+        """Bytes of such a slot. See `TierBackend`."""
+        return self._table.stride(size_bytes)
+
     def reserve(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> SlotRef:
         """Take a slot; makes an extent when the scope has none with room. See `MappableBackend`."""
         (slot,) = self._take(scope, size_bytes, 1, writer)

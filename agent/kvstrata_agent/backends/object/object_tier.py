@@ -233,9 +233,13 @@ class ObjectStoreTier(OptionalCapabilities):
         """Since when the store refuses requests. See `PacedBackend`."""
         return self._client.pace.refusing_s(time.monotonic())
 
+    def slot_bytes(self, size_bytes: int) -> int:
+        """Bytes of such an object. See `TierBackend`."""
+        return HEADER_BYTES + size_bytes
+
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take room for an object. See `TierBackend`."""
-        return self._slots.take(scope, HEADER_BYTES + size_bytes)
+        return self._slots.take(scope, self.slot_bytes(size_bytes))
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Put one object; it is there whole or not at all. See `TierBackend`."""
@@ -314,7 +318,7 @@ class ObjectStoreTier(OptionalCapabilities):
 
     def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:  # noqa: ARG002 - room is for any scope.
         """Groups whose emptying makes room. See `TierBackend`."""
-        return self._slots.extents_to_free(HEADER_BYTES + size_bytes)
+        return self._slots.extents_to_free(self.slot_bytes(size_bytes))
 
     def compact(self) -> frozenset[int]:
         """Nothing: every object takes its own bytes only."""

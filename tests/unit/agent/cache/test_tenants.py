@@ -102,6 +102,29 @@ async def test_a_tenant_at_its_hard_quota_pays_with_its_own_oldest_blocks(core: 
     assert count(core, "kvstrata_quota_evicted_total") == 16
 
 
+class HeaderBackend(DictBackend):
+    """Each slot has a page more than the block, as in files."""
+
+    def slot_bytes(self, size_bytes: int) -> int:
+        return super().slot_bytes(size_bytes + 4096)
+
+
+@pytest.mark.parametrize("more_bytes", [0, BLOCK_BYTES, BLOCK_BYTES + 4095])
+async def test_a_quota_need_not_be_a_multiple_of_the_slots(more_bytes: int) -> None:
+    nvme = dict_tier("nvme", BELOW * BLOCK_BYTES, 1, 2)
+    nvme.backend = HeaderBackend(4 * BELOW * BLOCK_BYTES)
+    core = make_core([dram_tier(SLOTS * BLOCK_BYTES), nvme], Clock(), policy={"admission": {"type": "Always"}})
+    hard_bytes = 8 * (BLOCK_BYTES + 4096) + more_bytes
+    declare(core, a=Rules(bounds={"nvme": Bound(hard_bytes)}))
+
+    assert await flood(core, "a", SLOTS + 24, 1) == SLOTS + 24
+    left = {int.from_bytes(d, "big") for d in core.node.index.blocks(scope_of("a"))}
+    assert nvme.tenant_bytes["a"] <= hard_bytes
+    assert count(core, "kvstrata_quota_evicted_total") > 0
+    assert set(range(25, SLOTS + 25)) <= left, "what is old goes"
+    await core.close()
+
+
 async def test_demote_keeps_every_block_and_sends_its_own_down(core: AgentParts) -> None:
     declare(core, a=rules(8, over_quota=OverQuota.DEMOTE))
     await flood(core, "a", 24)
