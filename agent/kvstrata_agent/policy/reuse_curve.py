@@ -9,7 +9,7 @@ by uses and not by time: nobody asking changes nothing.
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from math import log2
+from math import inf, log2
 from typing import Final
 
 SAMPLES_MAX: Final = 4096
@@ -34,7 +34,7 @@ class ReuseCurve:
         self._limit = 1 << 8 * _HASH_BYTES
         """Keys whose hash is below it are followed."""
         self._last: dict[bytes, tuple[int, float]] = {}
-        """Number and second of the last use."""
+        """Number of the last use, and second of the last one that was counted."""
         self._order: list[int] = []
         """Numbers of the last uses, ascending."""
         self._largest: list[tuple[int, bytes]] = []
@@ -62,17 +62,18 @@ class ReuseCurve:
     def _use(self, digest: bytes, hash_: int, now_s: float, *, is_asked: bool) -> None:
         weight = (1 << 8 * _HASH_BYTES) / self._limit
         before = self._last.get(digest)
+        counted_s = -inf if before is None else before[1]
         if before is None:
             heappush(self._largest, (-hash_, digest))
         else:
             at = bisect_left(self._order, before[0])
             distance = (len(self._order) - at) * weight
             del self._order[at]
-            is_asked = is_asked and now_s - before[1] >= SAME_USE_S
+            is_asked = is_asked and now_s - counted_s >= SAME_USE_S
             if is_asked:
                 self._bins[min(int(_BINS_PER_OCTAVE * log2(distance)), _BINS - 1)] += weight
         self._uses += 1
-        self._last[digest] = (self._uses, now_s)
+        self._last[digest] = (self._uses, now_s if is_asked else counted_s)
         self._order.append(self._uses)
         if is_asked:
             self._count(weight)

@@ -67,7 +67,6 @@ SUSPECTS_MAX: Final = 2
 """Blocks that one release may have inspected: a client must not make the agent hash for nothing."""
 _VERBS: Final = {t: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", t.__name__).lower() for t in get_args(wire.AnyRequest)}
 """Names of requests in metrics, such as `open_session`."""
-_ASKING: Final = frozenset({wire.Lookup, wire.Acquire})
 
 
 class Verbs:
@@ -646,7 +645,9 @@ class ReadObserver:
     def on_request(self, request: _Keyed) -> None:
         """Note keys that an engine asks for or brings, in a scope that it may read."""
         if self._demand.is_followed:
-            self._demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
+            is_lookup = isinstance(request, wire.Lookup) and request.is_use
+            is_asked = is_lookup or isinstance(request, wire.Acquire)
+            self._demand.note(unpack_digests(request.digests), is_asked=is_asked)
 
     def on_refused(self, at: Attachment, request: _Asked, blocks: int) -> None:
         """Note a request for blocks of a scope that the caller may not read, or not any more."""

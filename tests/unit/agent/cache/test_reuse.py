@@ -8,10 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
+from kvstrata_api import wire
 from kvstrata_api.models.pool import KVPoolSpec
-from support.agent.doubles import Clock, dram_tier, make_core, pool_spec
+from support.agent.doubles import SCOPE, Clock, digest, dram_tier, make_core, pool_spec
+from support.agent.engine import Engine, close
 
 pytestmark = pytest.mark.unit
+
+SCALED = {"minPerNode": "4Ki", "maxPerNode": "64Mi"}
 
 
 def key(number: int) -> bytes:
@@ -63,6 +67,16 @@ def test_a_lookup_and_its_load_are_one_use_and_what_is_made_is_none() -> None:
     assert curve.hit_ratio(2) == 1.0
 
 
+def test_what_is_asked_for_each_second_is_used_all_the_time() -> None:
+    curve = ReuseCurve()
+    for second in range(1000):
+        curve.note([key(5000)], float(second))
+        curve.note([key(second)], float(second))
+
+    assert curve.asked_blocks == 1000 + 500, "of two uses within two seconds one may be the load of the other"
+    assert curve.hit_ratio(3) == pytest.approx(499 / 1500, abs=0.01)
+
+
 def test_a_node_tells_of_tiers_that_scale_alone_and_says_the_same_while_nobody_asks() -> None:
     clock = Clock()
     core = make_core([dram_tier(256 * 4096)], clock)
@@ -72,7 +86,7 @@ def test_a_node_tells_of_tiers_that_scale_alone_and_says_the_same_while_nobody_a
     assert not core.cache.demand.is_followed
 
     spec = pool_spec().to_json()
-    spec["tiers"][0]["autoscale"] = {"minPerNode": "4Ki", "maxPerNode": "64Mi"}
+    spec["tiers"][0]["autoscale"] = SCALED
     core.node.spec, core.node.block_bytes = KVPoolSpec.model_validate(spec), 4096
     assert core.cache.demand.of_tiers() == {}
     for _ in range(ASKED_BLOCKS_MIN // 300 + 2):
@@ -83,3 +97,22 @@ def test_a_node_tells_of_tiers_that_scale_alone_and_says_the_same_while_nobody_a
     assert told["dram"].loss_permille == 0
     clock.now_s += 86_400
     assert core.cache.demand.of_tiers() == told
+
+
+async def test_what_a_writer_looks_up_is_not_asked_for() -> None:
+    engine = await Engine().attach()
+    spec = engine.core.node.spec.to_json()
+    spec["tiers"][0]["autoscale"] = SCALED
+    engine.core.node.spec = KVPoolSpec.model_validate(spec)
+    demand = engine.core.cache.demand
+    demand.of_tiers()
+
+    await engine.ask(wire.Lookup(1, SCOPE, digest(1), is_use=False))
+    await engine.ask(wire.Reserve(2, SCOPE, b"", digest(1)))
+    assert demand._curve is not None
+    assert demand._curve.asked_blocks == 0
+    engine.clock.now_s += 60.0
+    await engine.ask(wire.Lookup(3, SCOPE, digest(1)))
+    await engine.acquire(2)
+    assert demand._curve.asked_blocks == 2
+    await close(engine)
