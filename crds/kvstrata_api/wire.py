@@ -163,8 +163,8 @@ class TouchSession(Request, frozen=True, array_like=True, tag=True):
     urgency: int = 0
     """0 none to 100 now."""
     expected_return_s: Seconds = 0.0
-    """Seconds until the next turn; 0 when unknown, which is the pool's `retention.toolGapSeconds` for `tool`. Less than
-    0: it has passed, and nothing is changed."""
+    """Seconds until the next turn, a week at most; 0 when unknown, which is the pool's `retention.toolGapSeconds` for
+    `tool`. Less than 0: it has passed, and nothing is changed."""
 
 
 class CloseSession(Request, frozen=True, array_like=True, tag=True):

@@ -333,7 +333,7 @@ class Returns:
         if session.returns_at_s + session.doubt_s > now_s:
             return TRUST / max(LEAD_S, session.returns_at_s - now_s)
         if session.retained_until_s > now_s:
-            return TRUST / (session.retained_until_s - now_s)
+            return TRUST / max(LEAD_S, session.retained_until_s - now_s)
         if session.urgency_at(now_s) > 0:
-            return TRUST / (session.urgent_until_s - now_s)
+            return TRUST / max(LEAD_S, session.urgent_until_s - now_s)
         return 0.0

@@ -25,7 +25,7 @@ _STATES = {"decoding": SessionState.DECODING, "idle": SessionState.IDLE, "tool":
 _COMPLETE = "session_complete"
 URGENCY_MAX = 100
 RETAIN_S_MAX = 7 * 86_400.0
-"""Longest time for which a session is retained: a week's work may rest over a weekend."""
+"""Longest time for which a session is retained, or expected back: a week's work may rest over a weekend."""
 CLOSE_S_MAX = 60.0
 """How long a client may wait for an archive."""
 
@@ -88,7 +88,7 @@ class SessionVerbs:
             return self._hinted(request, hint, wire.Outcome.UNKNOWN if session is None else wire.Outcome.EXPIRED)
         if request.state == "tool" and not return_s:
             return_s = float(self._node.spec.policy.retention.tool_gap_seconds)
-        self._cache.life.touch(session, state, request.urgency, return_s, at.owner)
+        self._cache.life.touch(session, state, request.urgency, min(return_s, RETAIN_S_MAX), at.owner)
         return self._hinted(request, hint, wire.Outcome.ACCEPTED, 1)
 
     def _retain(self, at: Attachment, request: wire.Retain) -> wire.Done:

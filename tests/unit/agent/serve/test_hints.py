@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvstrata_agent.blocks.returns import TRUST
+from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.serve.session_verbs import RETAIN_S_MAX
 from kvstrata_agent.serve.verbs import PIN_S_MAX
 from kvstrata_api import wire
@@ -84,6 +86,32 @@ async def test_a_retained_session_is_not_finished_before_its_time(engine: Engine
     await engine.attach()
     await engine.ask(wire.Retain(1, "kept", 1e9))
     assert (await session_of(engine, "kept"))["retained_s"] == RETAIN_S_MAX
+
+
+async def test_an_expected_return_keeps_a_session_no_longer_than_a_hint_may(engine: Engine) -> None:
+    node = engine.core.node
+    idle_s = float(node.spec.policy.retention.idle_seconds)
+    await engine.ask(wire.OpenSession(1, "s"))
+    await engine.ask(wire.TouchSession(1, "s", "idle", 0, 1e9))
+    assert (await session_of(engine, "s"))["expected_return_s"] == RETAIN_S_MAX
+    engine.clock.now_s += RETAIN_S_MAX + idle_s
+    assert [s.name for s in node.sessions.sweep(engine.clock.now_s, idle_s)] == ["s"]
+
+
+@pytest.mark.parametrize("hint", [wire.Retain(1, "s", 600.0), wire.TouchSession(1, "s", "idle", 50)])
+async def test_a_word_that_is_about_to_end_is_worth_no_more_than_a_return_that_is_due(
+    engine: Engine, hint: wire.AnyRequest
+) -> None:
+    await engine.ask(wire.OpenSession(1, "s"))
+    await engine.store(1, 2, session="s")
+    await engine.ask(hint)
+    node = engine.core.node
+    session, now_s = node.sessions.find("a", "s"), engine.clock.now_s
+    assert session is not None
+    ends_s = max(session.retained_until_s, session.urgent_until_s)
+    assert node.returns._word(session, now_s) > 0.0
+    assert node.returns._word(session, ends_s - 1e-6) == node.returns._word(session, ends_s - LEAD_S) == TRUST / LEAD_S
+    assert node.returns._word(session, ends_s) == 0.0
 
 
 async def test_a_retained_sessions_head_is_worth_more_until_then(engine: Engine) -> None:
