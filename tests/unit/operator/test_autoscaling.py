@@ -1,5 +1,6 @@
 """Laws of tiers that scale: within bounds, a step at a time, at rest while reuse stays as it is, and told."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -133,6 +134,18 @@ def test_a_tier_grows_by_a_quarter_after_each_cooldown_up_to_its_bound_and_every
         "grown from 80Gi to 100Gi on each node: a step up finds 23 more of 1000 blocks asked for; minGainPermille 10"
     )
     assert fleet.of(kinds.POOL)["p"]["status"]["usedOfCapacity"] == "180Gi/200Gi"
+
+
+@pytest.mark.parametrize(("ahead_s", "wanted"), [(COOLDOWN_S - 1, 80.0), (COOLDOWN_S, 100.0), (10**9, 100.0)])
+def test_a_clock_that_was_ahead_at_a_step_holds_the_next_one_no_longer_than_the_cooldown(
+    ahead_s: int, wanted: float
+) -> None:
+    fleet = scaling()
+    fleet.now += timedelta(seconds=ahead_s)
+    report(fleet, 23, 4)
+    fleet.now -= timedelta(seconds=ahead_s)
+    report(fleet, 23, 4)
+    assert asked_gib(fleet) == {wanted}
 
 
 def test_the_event_of_a_step_has_its_figures() -> None:

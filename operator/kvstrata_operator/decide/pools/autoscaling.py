@@ -115,8 +115,8 @@ def _scaled(
     now: datetime,
 ) -> TierScale:
     stepped_at = parse_time(before.stepped_at)
-    if stepped_at is not None and now < stepped_at + timedelta(seconds=policy.cooldown_seconds):
-        return before
+    if stepped_at is not None and abs(now - stepped_at) < timedelta(seconds=policy.cooldown_seconds):
+        return before  # Later than now, if only by a little: operators' clocks differ.
     signal, now_bytes = signal_of(before, seen, eviction), before.capacity_per_node
     step = decide(policy, now_bytes, signal, grain_of(tier)) if signal is not None else None
     if step is None:
