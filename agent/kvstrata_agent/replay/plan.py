@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,9 @@ from kvstrata_agent.replay.reuse_aware import Hints
 from kvstrata_agent.replay.traces import REQUESTS_MAX, read_traces
 from kvstrata_api import arguments
 from kvstrata_api.errors import InvalidInputError, KvStrataError
+from kvstrata_api.models.pool import KVPoolStatus
 from kvstrata_api.units import format_rounded
+from kvstrata_api.validate import parse_as
 from kvstrata_client.commands import output, top
 from kvstrata_client.commands.output import Parser, table
 
@@ -29,6 +31,8 @@ SIZE_STEPS: Final = 5
 """Halvings of a search for the load, for each choice of sizes."""
 _POSITIVE: Final = arguments.number(1e-9, 1e9)
 """A rate or a goal: beyond these bounds times of the simulation are no numbers any more."""
+_SERVED_PART: Final = 0.95
+"""Of the requests that come: where fewer are served the table says so. The ends of a recording make a few percent."""
 _CHANGES: Final = 12
 """Choices of sizes that the table shows."""
 
@@ -73,7 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--against", type=Path, metavar="FILE", help="another KVPool: both, and the difference")
     add("--pool", default="", help="KVPool of the files, where they declare several")
     add("--goal-s", type=_POSITIVE, default=2.0, metavar="S", help="99 %% of first tokens come within it; default: 2")
-    add("--rate", type=_POSITIVE, metavar="N", help="requests a second of one GPU, instead of the highest at the goal")
+    add(
+        "--rate",
+        type=_POSITIVE,
+        metavar="N",
+        help="requests a second of one GPU, instead of the highest at the goal; where it can serve fewer, rates and "
+        "costs are of those",
+    )
     add("--fleet-rate", type=_POSITIVE, metavar="N", help="requests a second of all: also say how many GPUs they need")
     add(
         "--requests",
@@ -130,11 +140,18 @@ def _tell(said: str) -> None:
 
 
 def _manifest(path: Path, name: str) -> Manifest:
+    """What is declared, and, where the file is of a live pool, the sizes that its tiers have come to."""
     try:
         objects = parse(path.read_text(), str(path))
     except UnicodeDecodeError as e:
         raise InvalidInputError(f"{path}: {e}") from e
-    return manifest_of([o for o in objects if o.get("kind") == "KVPool"], name)
+    pools = [o for o in objects if o.get("kind") == "KVPool"]
+    manifest = manifest_of(pools, name)
+    chosen = next(o for o in pools if o["metadata"]["name"] == manifest.pool.metadata.name)
+    seen = chosen.get("status")
+    scales = seen.get("autoscaling") if isinstance(seen, Mapping) else None
+    status = parse_as(KVPoolStatus, {"autoscaling": scales or ()})
+    return replace(manifest, pool=manifest.pool.model_copy(update={"status": status}))
 
 
 def _measured(given: argparse.Namespace, described: Hardware, manifest: Manifest) -> tuple[Hardware, list[str]]:
@@ -183,11 +200,16 @@ def _tried(given: argparse.Namespace, first: Planned, trace: Trace) -> list[Trie
         _tell(f"tried {sizes}: {rate:.3g} requests/s of a GPU")
         return rate, money
 
-    bounds = {
-        tier.name: (tier.autoscale.min_per_node, tier.autoscale.max_per_node) if tier.autoscale else None
-        for tier in first.manifest.pool.spec.tiers
-    }
-    ladders = {place.name: planning.ladder(place, bounds[place.name]) for place in first.fleet.places}
+    ladders = {}
+    for tier, place in zip(first.manifest.pool.spec.tiers, first.fleet.places, strict=True):
+        if tier.autoscale is None:
+            ladders[place.name] = planning.ladder(place)
+        else:
+            size = format_rounded(place.declared_bytes)
+            _tell(
+                f"tier {place.name} scales by itself: it is planned for as it is, {size}, and no other size of it is "
+                "tried"
+            )
     return planning.cheapest(first.fleet, ladders, judge)
 
 
@@ -227,7 +249,7 @@ def _answer(
 
 def _fleet(requests_per_s: float, plan: Plan, described: Hardware) -> dict[str, float]:
     """GPUs for a rate of all, in whole engines and nodes."""
-    engines = ceil(requests_per_s / plan.requests_per_s / described.engine.gpus)
+    engines = ceil(requests_per_s / plan.served_per_s / described.engine.gpus)
     gpus = engines * described.engine.gpus
     return {
         "requests_per_s": requests_per_s,
@@ -240,6 +262,7 @@ def _fleet(requests_per_s: float, plan: Plan, described: Hardware) -> dict[str, 
 def _compared(one: Plan, two: Plan) -> Iterator[tuple[str, float, float]]:
     """What can be subtracted."""
     yield "requests_per_s", one.requests_per_s, two.requests_per_s
+    yield "served_per_s", one.served_per_s, two.served_per_s
     yield "hit_ratio", one.hit_ratio.value, two.hit_ratio.value
     for name, found in one.ttft_s.items():
         yield f"ttft_{name}_s", found.value, two.ttft_s[name].value
@@ -288,6 +311,8 @@ def _lines(
 def _rows(plan: Plan, currency: str) -> Iterator[tuple[str, str, str]]:
     said = "" if plan.meets_goal else ", which is NOT met"
     yield "requests/s", f"{plan.requests_per_s:.4g} at a goal of {plan.goal_s:g} s for 99 %{said}", ""
+    if plan.served_per_s < _SERVED_PART * plan.requests_per_s:
+        yield "  of which are served", f"{plan.served_per_s:.4g}: more is not possible, and all else is of these", ""
     if plan.sessions_per_h is not None:
         yield "sessions begun an hour", f"{plan.sessions_per_h:.4g}", ""
     yield "hit ratio", f"{plan.hit_ratio.value:.2%}", _range(plan.hit_ratio, "{:.2%}")

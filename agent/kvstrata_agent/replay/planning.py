@@ -23,7 +23,7 @@ from kvstrata_agent.replay.simulation import Outcome, Simulation
 from kvstrata_agent.replay.tiers import Ours, Rules
 from kvstrata_agent.replay.traces import TraceError
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.models.pool import KVPool
+from kvstrata_api.models.pool import KVPool, PoolTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.units import GIB, format_quantity
 from kvstrata_api.validate import validate
@@ -148,9 +148,10 @@ def fleet_of(pool: KVPool, hardware: Hardware) -> Fleet:
             raise InvalidInputError(
                 f"tiers: nothing is said of {tier.type}, medium of tier {tier.name}, only of {there}"
             )
-        size_bytes = tier.capacity_per_node or tier.capacity or 1
         gpus = hardware.node_gpus if tier.capacity_per_node else hardware.fleet_gpus or hardware.node_gpus
-        places.append(Place(tier.name, tier.type, size_bytes, hardware.engine.gpus / gpus, part, hardware.share))
+        places.append(
+            Place(tier.name, tier.type, _size_bytes(pool, tier), hardware.engine.gpus / gpus, part, hardware.share)
+        )
     policy = pool.spec.policy
     return Fleet(
         engine=hardware.simulated(),
@@ -165,6 +166,15 @@ def fleet_of(pool: KVPool, hardware: Hardware) -> Fleet:
         gpu_hour=hardware.gpu_hour,
         fabric=hardware.fabric,
     )
+
+
+def _size_bytes(pool: KVPool, tier: PoolTier) -> int:
+    """Bytes of a tier, of a node or of the fleet; of one that scales by itself those to which it has come."""
+    bounds = tier.autoscale
+    if bounds is None or tier.capacity_per_node is None:
+        return tier.capacity_per_node or tier.capacity or 1
+    scales = {scale.tier: scale.capacity_per_node for scale in pool.status.autoscaling}
+    return max(bounds.min_per_node, min(bounds.max_per_node, scales.get(tier.name, tier.capacity_per_node)))
 
 
 def rules_of(pool: KVPool, step_tokens: int = 0) -> Rules:
@@ -202,7 +212,11 @@ def fitting(trace: Trace, context_tokens: int, limit: int) -> tuple[Trace, int]:
 
 def recorded_per_s(trace: Trace) -> float:
     """Rate of a trace's middle 80 % as it was recorded."""
-    at_s, count = trace.at_s, len(trace.at_s)
+    return _middle_per_s(trace.at_s)
+
+
+def _middle_per_s(at_s: Sequence[float]) -> float:
+    count = len(at_s)
     return 0.8 * count / max(1e-9, at_s[count * 9 // 10] - at_s[count // 10])
 
 
@@ -220,9 +234,14 @@ def highest_rate(fits: Callable[[float], bool], high: float, steps: int = SEARCH
 
 def simulate(fleet: Fleet, trace: Trace, requests_per_s: float, hints: Hints = Hints.TRACE) -> Outcome:
     """Run a trace at a rate of one GPU, whatever it was recorded at."""
-    speed = min(AT_ONCE, requests_per_s * fleet.gpus / recorded_per_s(trace))
     make = partial(Ours, hints=hints, rules=fleet.rules)
-    return Simulation(trace, speed, fleet.machine, fleet.capacities(trace), make, fleet.recompute).run()
+    return Simulation(
+        trace, _speed(fleet, trace, requests_per_s), fleet.machine, fleet.capacities(trace), make, fleet.recompute
+    ).run()
+
+
+def _speed(fleet: Fleet, trace: Trace, requests_per_s: float) -> float:
+    return min(AT_ONCE, requests_per_s * fleet.gpus / recorded_per_s(trace))
 
 
 def saturated_per_s(fleet: Fleet, trace: Trace, hints: Hints = Hints.TRACE) -> float:
@@ -292,6 +311,10 @@ class Plan:
 
     requests: int
     requests_per_s: float
+    """That come."""
+    served_per_s: float
+    """First tokens that come; fewer than requests where these are more than the GPU can do. All that is of a time, and
+    money, is of so many."""
     sessions_per_h: float | None
     """Begun; None where the trace has no sessions."""
     goal_s: float
@@ -323,17 +346,20 @@ def plan(fleet: Fleet, trace: Trace, requests_per_s: float, goal_s: float, hints
     }
     times["mean"] = interval(float(ttft_s.mean()), ttft_s[drawn].mean(axis=1))
     hits = interval(float(found.sum() / blocks.sum()), found[drawn].sum(axis=1) / blocks[drawn].sum(axis=1))
-    took_s = len(blocks) / (requests_per_s * fleet.gpus)
+    came_s = (np.asarray(trace.at_s) - trace.at_s[0]) / _speed(fleet, trace, requests_per_s)
+    served_per_s = min(requests_per_s, _middle_per_s(np.sort(came_s + ttft_s).tolist()) / fleet.gpus)
+    took_s = len(blocks) / (served_per_s * fleet.gpus)
     tokens = blocks * trace.block_tokens
     alone_s = sum(fleet.engine.load.compute_s(0, int(n)) for n in tokens)
     tiers = _uses(fleet, trace, outcome, took_s)
-    fabric = _fabric(fleet, tokens, requests_per_s)
+    fabric = _fabric(fleet, tokens, served_per_s)
     money = fleet.gpu_hour + sum(t.money_hour for t in tiers) + (fabric.money_hour if fabric else 0.0)
     known = {session for session in trace.sessions if session is not None}
     return Plan(
         requests=len(blocks),
         requests_per_s=requests_per_s,
-        sessions_per_h=requests_per_s * 3600 * len(known) / len(blocks) if known else None,
+        served_per_s=served_per_s,
+        sessions_per_h=served_per_s * 3600 * len(known) / len(blocks) if known else None,
         goal_s=goal_s,
         meets_goal=times["p99"].value <= goal_s,
         hit_ratio=hits,
@@ -345,7 +371,7 @@ def plan(fleet: Fleet, trace: Trace, requests_per_s: float, goal_s: float, hints
         tiers=tiers,
         fabric=fabric,
         money_hour=money,
-        money_per_million=money / (requests_per_s * 3600) * 1e6,
+        money_per_million=money / (served_per_s * 3600) * 1e6,
     )
 
 
@@ -447,13 +473,11 @@ class Tried:
     """Infinite where the goal cannot be met."""
 
 
-def ladder(place: Place, autoscale: tuple[int, int] | None = None) -> list[int]:
+def ladder(place: Place) -> list[int]:
     """Sizes to try for a tier, in whole GiB; its own alone where the file says nothing of room."""
     sizes = {place.declared_bytes}
     for part in ROOM_PARTS if place.part.room else ():
-        size_bytes = max(GIB, int((place.part.room or 0) * part) // GIB * GIB)
-        if autoscale is None or autoscale[0] <= size_bytes <= autoscale[1]:
-            sizes.add(size_bytes)
+        sizes.add(max(GIB, int((place.part.room or 0) * part) // GIB * GIB))
     return sorted(sizes)
 
 
@@ -504,12 +528,15 @@ class Change:
 
 
 def change_of(obj: Json, pool: KVPool, sizes: Mapping[str, int]) -> Change:
-    """Put sizes into a KVPool as it was written. Raises `InvalidInputError` for what the API server would refuse."""
+    """Put sizes into a KVPool as it was written, but of tiers that scale by themselves.
+
+    Raises `InvalidInputError` for what the API server would refuse.
+    """
     made = json.loads(json.dumps(obj))
     patch = []
     for number, (tier, written) in enumerate(zip(pool.spec.tiers, made["spec"]["tiers"], strict=True)):
         field = "capacityPerNode" if tier.capacity_per_node else "capacity"
-        size_bytes = sizes.get(tier.name)
+        size_bytes = sizes.get(tier.name) if tier.autoscale is None else None
         if size_bytes is not None and size_bytes != (tier.capacity_per_node or tier.capacity):
             written[field] = format_quantity(size_bytes)
             patch.append({"op": "replace", "path": f"/spec/tiers/{number}/{field}", "value": written[field]})

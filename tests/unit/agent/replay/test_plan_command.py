@@ -89,6 +89,39 @@ def test_a_fleet_is_counted_in_whole_nodes(capsys: pytest.CaptureFixture[str], p
     assert (found["fleet"]["gpus"], found["fleet"]["nodes"]) == (4, 4)
 
 
+def test_of_a_load_beyond_what_the_engine_can_do_only_what_it_does_counts(
+    capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    more = ("--rate", "1000", "--fleet-rate", "1000", "--keep-sizes")
+    found = answer(capsys, place, *more)
+
+    plan, served = found["plan"], found["plan"]["served_per_s"]
+    assert plan["requests_per_s"] == 1000
+    assert served * plan["gpu_s_per_request"] == pytest.approx(1, rel=0.2), "the GPU is busy all the time"
+    assert found["fleet"]["gpus"] == pytest.approx(1000 / served, abs=1)
+    assert plan["money_per_million"] == pytest.approx(plan["money_hour"] / served / 3600 * 1e6)
+    assert all(tier["read_busy"] <= 1 for tier in plan["tiers"])
+    assert main(arguments(place, *more)) == 0
+    assert f"{served:.4g}: more is not possible" in capsys.readouterr().out
+    carried = answer(capsys, place, "--rate", "0.1", "--keep-sizes")["plan"]
+    assert carried["served_per_s"] == pytest.approx(carried["requests_per_s"], rel=0.02)
+
+
+def test_a_tier_that_scales_by_itself_is_left_alone(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    text = (place / "small.yaml").read_text()
+    scales = "capacityPerNode: 1Gi, autoscale: {minPerNode: 1Gi, maxPerNode: 16Gi}"
+    status = "status: {autoscaling: [{tier: dram, capacityPerNode: 2147483648}]}\n"
+    (place / "small.yaml").write_text(text.replace("capacityPerNode: 1Gi", scales) + status)
+
+    assert main([*arguments(place), "-o", "json"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert "tier dram scales by itself: it is planned for as it is, 2Gi, and no other size of it is tried" in told.err
+    assert [tried["sizes"] for tried in found["tried"]] == [{"dram": 2 << 30}]
+    assert found["plan"]["tiers"][1]["size_bytes"] == 2 << 30
+    assert found["change"]["patch"] == []
+
+
 def test_people_get_tables(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     assert main(arguments(place, "--fleet-rate", "1")) == 0
 

@@ -220,11 +220,12 @@ def test_money_wear_and_fabric_add_up(trace: Trace) -> None:
     on = described(fabric={"bytesPerSecond": 50e9, "pricePerTb": 2.0})
     plan = planning.plan(fleet(on=on), trace, 0.5, goal_s=2.0)
 
+    assert plan.served_per_s == pytest.approx(0.5, rel=0.02)
     assert plan.fabric is not None
-    assert plan.fabric.bytes_per_s == pytest.approx(plan.fabric.bytes_per_request * 0.5)
+    assert plan.fabric.bytes_per_s == pytest.approx(plan.fabric.bytes_per_request * plan.served_per_s)
     parts = 4 + sum(t.money_hour for t in plan.tiers) + plan.fabric.money_hour
     assert plan.money_hour == pytest.approx(parts)
-    assert plan.money_per_million == pytest.approx(parts / 0.5 / 3600 * 1e6)
+    assert plan.money_per_million == pytest.approx(parts / plan.served_per_s / 3600 * 1e6)
     _, dram, nvme = plan.tiers
     assert dram.wear is None
     assert nvme.wear == pytest.approx(nvme.write_bytes_per_s * 86_400 / (8 * GIB))
@@ -261,10 +262,21 @@ def test_where_no_size_meets_the_goal_none_is_changed() -> None:
     assert best.sizes == {"dram": 2 * GIB, "nvme": 8 * GIB}
 
 
-def test_sizes_stay_within_what_autoscaling_may_do() -> None:
+def test_a_tier_that_scales_by_itself_has_the_size_that_it_has_come_to_and_no_change_is_made_of_it() -> None:
+    obj = manifest()
+    obj["spec"]["tiers"][0]["autoscale"] = {"minPerNode": "2Gi", "maxPerNode": "8Gi"}
+    for at, now in ((None, 2), (4, 4), (16, 8)):
+        obj["status"] = {"autoscaling": [{"tier": "dram", "capacityPerNode": at * GIB}]} if at else {}
+        pool = KVPool.model_validate(obj)
+        places = planning.fleet_of(pool, described()).places
+        assert [place.declared_bytes for place in places] == [now * GIB, 8 * GIB]
+        change = planning.change_of(obj, pool, {place.name: place.declared_bytes for place in places})
+        assert change.patch == ()
+
+
+def test_where_nothing_is_said_of_room_no_size_is_tried() -> None:
     place = fleet().places[0]
 
-    assert planning.ladder(place, (2 * GIB, 8 * GIB)) == [2 * GIB, 4 * GIB, 8 * GIB]
     assert planning.ladder(replace(place, part=place.part.model_copy(update={"room": None}))) == [2 * GIB]
 
 
