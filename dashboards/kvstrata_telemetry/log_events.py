@@ -394,6 +394,11 @@ EVENTS: Final = (
         "Files of weights in a tier cannot be looked at: KV goes on with the room that it has. Is the medium failing?",
     ),
     LogEvent(
+        "weights not tended", "warning", ("agent",), ("tier", "cause"),
+        "Files of weights in a tier cannot be looked at or removed: what is idle there stays for now. Is the medium "
+        "failing?",
+    ),
+    LogEvent(
         "weights on their way not removed", "warning", ("agent",), ("tier", "cause"),
         "Files of a staging that nobody wants any more stay. They go with a later try, or at the next start.",
     ),

@@ -105,7 +105,7 @@ class _Run:
     reserved_bytes: int = 0
     """Of the tier, for files on their way; between two tries what has come of them."""
     counted: dict[Origin, int] = field(default_factory=dict)
-    """Bytes that the metrics know of."""
+    """Bytes of this staging that the metrics know of."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -257,6 +257,7 @@ class Models:
             finally:
                 self._count(run)
                 run.staging, run.reserved_bytes = None, 0
+                run.counted.clear()  # The next try keeps what this one brought, and counts from 0.
             if is_staged:
                 return
             await self._succeeds(run, self._leave)
@@ -435,21 +436,27 @@ class Models:
         return found
 
     async def tend(self) -> None:
-        """Note what is used, and remove what KV is to have the room of. One round."""
+        """Note what is used, and remove what KV is to have the room of. One round, of the tiers that can be read."""
         for name in tuple(self._folders):
-            async with self._room:
-                residents = await self._residents(name)
-                tier = self._node.tier(name)
-                if tier is None:
-                    continue
-                capacity_bytes = self._provisioner.granted_bytes(name) - self._reserved(name)
-                leaves = plan_for_kv(capacity_bytes, residents, kv_wants_room=self._wants_room(tier))
-                for victim in leaves:
-                    await self._evict(name, victim, Cause.ROOM_FOR_KV)
-            if leaves:
-                await self._settle()
+            try:
+                await self._tend(name)
+            except OSError as e:  # The others have their round.
+                _log.warning("weights not tended", extra={"tier": name, "cause": str(e)})
         for run in self._runs.values():
             self._count(run)
+
+    async def _tend(self, name: str) -> None:
+        async with self._room:
+            residents = await self._residents(name)
+            tier = self._node.tier(name)
+            if tier is None:
+                return
+            capacity_bytes = self._provisioner.granted_bytes(name) - self._reserved(name)
+            leaves = plan_for_kv(capacity_bytes, residents, kv_wants_room=self._wants_room(tier))
+            for victim in leaves:
+                await self._evict(name, victim, Cause.ROOM_FOR_KV)
+        if leaves:
+            await self._settle()
 
     def _wants_room(self, tier: Tier) -> bool:
         """Whether KV has no free place in a tier, which is when places have a price."""
@@ -481,8 +488,6 @@ class Models:
                     more = size_bytes - run.counted.get(origin, 0)
                     counters.add("kvstrata_model_source_bytes_total", more, model=name, origin=origin.value)
                     run.counted[origin] = size_bytes
-        else:
-            run.counted.clear()
         counters.set("kvstrata_model_staged_bytes", _progress(run).staged_bytes, model=name)
 
     def reports(self) -> tuple[ModelReport, ...]:

@@ -371,3 +371,45 @@ async def test_a_digest_that_is_known_while_other_files_are_removed_counts(
     await at.until(lambda: at.report().state in ("Staged", "Failed"))
 
     assert at.report().state == "Staged"
+
+
+async def test_a_model_is_staged_whose_next_try_keeps_what_the_last_one_counted(
+    at: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (at.source / "b.bin").write_bytes(os.urandom(MIB))
+    read, failures = FolderSource.read, 0
+
+    async def failing(self: FolderSource, path: str, start: int, end: int) -> memoryview:
+        nonlocal failures
+        if path == "b.bin" and failures < 2:
+            staging = at.models._runs["m"].staging
+            assert staging is not None
+            await at.until(lambda: "a.bin" in staging._known.found)
+            failures += 1
+            raise OSError(5, "the source went away", path)
+        return await read(self, path, start, end)
+
+    monkeypatch.setattr(FolderSource, "read", failing)
+
+    await at.staged(at.order())
+
+    assert failures == 2
+    labels = {"pool": "pool", "node": "node", "model": "m", "origin": "source"}
+    counted = at.core.node.counters._instruments.registry.get_sample_value("kvstrata_model_source_bytes_total", labels)
+    assert counted == 2 * MIB
+
+
+async def test_a_folder_that_cannot_be_looked_at_leaves_others_tended(
+    at: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    idle = at.order("idle", tier="two", idle_seconds=0)
+    await at.staged(at.order(), idle)
+    shutil.rmtree(at.folder() / "r1")
+    (at.folder() / "r1").write_bytes(b"")  # Its files cannot be looked at: it is no folder.
+    monkeypatch.setattr(Models, "_wants_room", lambda *_: True)
+
+    await at.models.tend()
+
+    assert "weights not tended" in caplog.messages
+    assert at.report("idle").state == "Evicted"
+    assert at.kv_bytes("two") == CAPACITY_BYTES
