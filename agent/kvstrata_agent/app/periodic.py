@@ -48,12 +48,10 @@ class Sweeper:
         self._node = cache.node
         self._authenticator = authenticator
         self._unknown_since_s: dict[str, float] = {}
-        self._shown: dict[tuple[str, str], int] = {}
-        """Tier and tenant of the bytes that Prometheus read last; those that are gone come to 0."""
+        self._shown: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        """Gauges that Prometheus reads, with their labels."""
         self._begun: set[str] = set()
         """Tiers whose counters are shown."""
-        self._quotas: set[tuple[str, str]] = set()
-        """Tiers and tenants whose quota is shown: of those who hold something."""
 
     async def run(self) -> None:
         """Do all duties until cancelled."""
@@ -142,64 +140,75 @@ class Sweeper:
         tier.rests_until_s = self._node.clock() + tier.rest_s
 
     def gauges(self) -> None:
-        """Set what Prometheus reads."""
+        """Set what Prometheus reads, and remove what was shown of tiers, devices and tenants that are gone."""
         node, counters = self._node, self._node.counters
+        before, self._shown = self._shown, set()
         for tier in node.tiers:
-            counters.set("kvstrata_tier_capacity_bytes", tier.backend.capacity_bytes, tier=tier.name)
-            counters.set("kvstrata_tier_used_bytes", tier.backend.used_bytes, tier=tier.name)
-            counters.set("kvstrata_tier_blocks", self._node.contents(tier).blocks, tier=tier.name)
-            counters.set("kvstrata_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
-            counters.set("kvstrata_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
-            counters.set("kvstrata_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
-            if tier.name not in self._begun:
-                counters.begin_tier(tier.name)
-                self._begun.add(tier.name)
-            for device in tier.devices:
-                names = {"tier": tier.name, "device": device.name}
-                counters.set("kvstrata_device_up", float(not device.error), **names)
-                counters.set("kvstrata_device_used_bytes", device.used_bytes, **names)
-                self._show_written("kvstrata_device_written_bytes_total", tier, device.written_bytes, device.name)
-            self._show_written("kvstrata_tier_written_bytes_total", tier, tier.stored_bytes_written)
-            paced = tier.backend.paced
-            if paced is not None:
-                counters.set("kvstrata_object_requests_max", paced.requests_max, tier=tier.name)
-                refused = paced.refused_requests
-                counters.add("kvstrata_object_refused_total", refused - tier.refused_told, tier=tier.name)
-                tier.refused_told = refused
-            if tier.stored_bytes_written:
-                ratio = tier.raw_bytes_written / tier.stored_bytes_written
-                counters.set("kvstrata_stored_ratio", ratio, tier=tier.name)
-            if tier.probe is not None:
-                for direction, speed in (
-                    ("read", tier.probe.read_bytes_per_second),
-                    ("write", tier.probe.write_bytes_per_second),
-                ):
-                    counters.set("kvstrata_tier_probe_bytes_per_second", speed, tier=tier.name, direction=direction)
+            self._show_tier(tier)
         self._show_tenants()
         found = {finding.rule.pathology for finding in node.signs.judge()}
         for pathology in Pathology:
-            counters.set("kvstrata_pathology", float(pathology in found), kind=pathology)
-        counters.set("kvstrata_leases", len(node.leases))
-        counters.set("kvstrata_reservations", len(node.reservations))
+            self._show("kvstrata_pathology", float(pathology in found), kind=pathology)
+        self._show("kvstrata_leases", len(node.leases))
+        self._show("kvstrata_reservations", len(node.reservations))
         self._show_handovers()
         self._show_paths()
         for state, count in node.sessions.counts().items():
-            counters.set("kvstrata_sessions", count, state=state)
+            self._show("kvstrata_sessions", count, state=state)
+        for name, labels in before - self._shown:
+            counters.forget(name, **dict(labels))
+
+    def _show(self, name: str, value: float, **labels: str) -> None:
+        self._node.counters.set(name, value, **labels)
+        self._shown.add((name, tuple(labels.items())))
+
+    def _show_tier(self, tier: Tier) -> None:
+        counters = self._node.counters
+        self._show("kvstrata_tier_capacity_bytes", tier.backend.capacity_bytes, tier=tier.name)
+        self._show("kvstrata_tier_used_bytes", tier.backend.used_bytes, tier=tier.name)
+        self._show("kvstrata_tier_blocks", self._node.contents(tier).blocks, tier=tier.name)
+        self._show("kvstrata_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
+        self._show("kvstrata_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
+        self._show("kvstrata_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
+        if tier.name not in self._begun:
+            counters.begin_tier(tier.name)
+            self._begun.add(tier.name)
+        for device in tier.devices:
+            names = {"tier": tier.name, "device": device.name}
+            self._show("kvstrata_device_up", float(not device.error), **names)
+            self._show("kvstrata_device_used_bytes", device.used_bytes, **names)
+            self._show_written("kvstrata_device_written_bytes_total", tier, device.written_bytes, device.name)
+        self._show_written("kvstrata_tier_written_bytes_total", tier, tier.stored_bytes_written)
+        paced = tier.backend.paced
+        if paced is not None:
+            self._show("kvstrata_object_requests_max", paced.requests_max, tier=tier.name)
+            refused = paced.refused_requests
+            counters.add("kvstrata_object_refused_total", refused - tier.refused_told, tier=tier.name)
+            tier.refused_told = refused
+        if tier.stored_bytes_written:
+            ratio = tier.raw_bytes_written / tier.stored_bytes_written
+            self._show("kvstrata_stored_ratio", ratio, tier=tier.name)
+        if tier.probe is not None:
+            for direction, speed in (
+                ("read", tier.probe.read_bytes_per_second),
+                ("write", tier.probe.write_bytes_per_second),
+            ):
+                self._show("kvstrata_tier_probe_bytes_per_second", speed, tier=tier.name, direction=direction)
 
     def _show_handovers(self) -> None:
         for role, blocks in (("writer", self._node.growth.growing), ("reader", self._cache.follower.growing)):
-            self._node.counters.set("kvstrata_handover_blocks", blocks, role=role)
+            self._show("kvstrata_handover_blocks", blocks, role=role)
 
     def _show_paths(self) -> None:
         counters = self._node.counters
         for path in self._cache.mover.scheduler.paths:
             names = {"source": path.source, "target": path.target}
-            counters.set("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
+            self._show("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
             for traffic in TrafficClass:
                 queue = path.limiter.queue(traffic)
-                counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
-                counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
-                counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)
+                self._show("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
+                self._show("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
+                self._show("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)
                 counters.add("kvstrata_moves_refused_total", 0, **names, traffic=traffic)  # There before the first one.
 
     def _show_written(self, name: str, tier: Tier, written_bytes: int, device: str = "") -> None:
@@ -210,19 +219,10 @@ class Sweeper:
         shown[device] = written_bytes
 
     def _show_tenants(self) -> None:
-        shown = {(t.name, tenant): used for t in self._node.tiers for tenant, used in t.tenant_bytes.items()}
-        for tier, tenant in self._shown.keys() | shown.keys():
-            used_bytes = shown.get((tier, tenant), 0)
-            self._node.counters.set("kvstrata_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier)
-        self._shown = shown
-        quotas = {
-            (tier.name, tenant): hard_bytes
-            for tier in self._node.tiers
-            for tenant in tier.tenant_bytes
-            if (hard_bytes := self._node.tenants.hard_bytes(tier, tenant)) is not None
-        }
-        for (tier_name, tenant), hard_bytes in quotas.items():
-            self._node.counters.set("kvstrata_tenant_quota_bytes", hard_bytes, tenant=tenant, tier=tier_name)
-        for tier_name, tenant in self._quotas - quotas.keys():
-            self._node.counters.forget("kvstrata_tenant_quota_bytes", tenant=tenant, tier=tier_name)
-        self._quotas = set(quotas)
+        """Of those who hold something."""
+        for tier in self._node.tiers:
+            for tenant, used_bytes in tier.tenant_bytes.items():
+                self._show("kvstrata_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier.name)
+                hard_bytes = self._node.tenants.hard_bytes(tier, tenant)
+                if hard_bytes is not None:
+                    self._show("kvstrata_tenant_quota_bytes", hard_bytes, tenant=tenant, tier=tier.name)

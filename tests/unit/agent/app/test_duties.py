@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
-from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.base import Device, Record, SlotRef, TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.provision.provisioner import RETRY_S
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
@@ -258,6 +259,37 @@ async def test_a_tier_that_is_no_longer_declared_goes_with_its_copies(at: Setup)
 
     assert len(at.core.node.index) == 0
     assert [t.name for t in at.status().tiers] == ["dram"]
+
+
+async def test_gauges_of_a_tier_go_with_it_and_those_of_a_device_with_the_device(
+    at: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(label: str) -> dict[str, set[str]]:
+        """Labels' values by the gauge that has them."""
+        found: dict[str, set[str]] = {}
+        for family in at.core.node.counters._instruments.registry.collect():
+            for sample in family.samples if family.type == "gauge" else ():
+                if label in sample.labels:
+                    found.setdefault(sample.name, set()).add(sample.labels[label])
+        return found
+
+    at.machine.records = [1, 2]
+    await at.provisioner.apply([dram(), nvme()])
+    sweeper, devices = Sweeper(at.core.cache, FakeAuthenticator()), list[Device]()
+    monkeypatch.setattr(Tier, "devices", property(lambda tier: devices if tier.name == "nvme" else ()))
+    for paths in (("/a", "/b"), ("/a", "/c")):
+        devices[:] = [Device(path, MIB, 0, "") for path in paths]
+        sweeper.gauges()
+        assert shown("device") == {"kvstrata_device_up": set(paths), "kvstrata_device_used_bytes": set(paths)}
+    assert {"kvstrata_tenant_used_bytes", "kvstrata_tier_used_bytes"} <= shown("tier").keys()
+
+    await at.provisioner.apply([dram()])
+    sweeper.gauges()
+
+    assert [t.name for t in at.core.node.tiers] == ["dram"]
+    assert shown("tier")["kvstrata_tier_used_bytes"] == {"dram"}
+    assert not [name for name, tiers in shown("tier").items() if "nvme" in tiers]
+    assert not shown("device")
 
 
 async def test_a_tier_in_front_of_others_gets_its_level_and_the_books_follow(at: Setup) -> None:
