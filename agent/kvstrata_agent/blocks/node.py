@@ -380,8 +380,9 @@ class Node:
         elif entry.residences:
             tier = entry.residences[0].tier.name
             self.remember(entry, Decision(What.DROPPED, self.clock(), reason, tier))
+        if entry.residences:
+            self.counters.evicted(entry.residences[-1].tier.name, reason)
         for residence in entry.residences:
-            self.counters.evicted(residence.tier.name, reason)
             self.drop_copy(entry, residence.tier)
 
     def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:

@@ -227,6 +227,23 @@ async def test_a_drop_leaves_what_is_pinned_or_decoded_from(engine: Engine) -> N
     assert (await engine.ask(wire.Drop(1, SCOPE, digest(1)))).states == bytes([Lookup.MISS])
 
 
+async def test_a_block_with_two_copies_is_one_eviction() -> None:
+    engine = await Engine().attach()
+    await engine.store(1)
+    await engine.push_down()
+    await engine.release(await engine.acquire(1, deadline_s=5.0))
+    entry, counters = engine.core.node.index.find(*engine.key(1)), engine.core.node.counters
+    assert entry is not None
+    assert [r.tier.name for r in entry.residences] == ["dram", "nvme"]
+
+    await engine.ask(wire.Drop(1, SCOPE, digest(1)))
+
+    family = next(f for f in counters._instruments.registry.collect() if f.name == "kvstrata_evicted_blocks")
+    assert {s.labels["tier"]: s.value for s in family.samples} == {"nvme": 1.0}
+    assert counters.evicted_blocks == 1
+    await close(engine)
+
+
 async def test_a_drop_in_a_shared_scope_is_forbidden_to_whoever_may_write_there(engine: Engine) -> None:
     domain = ScopeId("domain/d/uid-d/v1")
     own = Access(SCOPE, ScopeKind.TENANT, "a", can_write=True)
