@@ -338,8 +338,9 @@ AGENT: Final = (
     Metric("kvstrata_sessions", Kind.GAUGE, "Sessions by state.", ("pool", "node", "state")),
     Metric("kvstrata_connections", Kind.GAUGE, "Engine processes attached.", ("pool", "node")),
     Metric(
-        "kvstrata_attach_total", Kind.COUNTER, "Attaches by result (ok, refused).", ("pool", "node", "result"),
-        values={"result": ("ok", "refused")},
+        "kvstrata_attach_total", Kind.COUNTER,
+        "Attaches by result (ok, refused); unknown while the API server or a scope's Secret is away.",
+        ("pool", "node", "result"), values={"result": ("ok", "refused", "unknown")},
     ),
     Metric(
         "kvstrata_audit_total", Kind.COUNTER,

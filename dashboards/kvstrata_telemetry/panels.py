@@ -73,7 +73,7 @@ FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it 
             increase("kvstrata_io_errors_total"), Unit.NONE, NONE_ALLOWED,
         ),
         stat(
-            "Refused attaches", "Engines whose credentials were refused.",
+            "Refused attaches", "Engines whose credentials, pool or layout were refused.",
             increase("kvstrata_attach_total", f'{NODE},result="refused"'), Unit.NONE, NOTICE, deeper="tenants",
         ),
     )),
@@ -280,7 +280,7 @@ TENANTS: Final = Board(
             increase("kvstrata_quota_rejected_total", TENANT), Unit.NONE, NOTICE, 6,
         ),
         stat(
-            "Attaches refused", "Engines whose credentials were refused: no KVTenant claims them, or a token is over.",
+            "Attaches refused", "No KVTenant claims the engine, its token is over, or it wants another pool or layout.",
             increase("kvstrata_attach_total", f'{NODE},result="refused"'), Unit.NONE, NOTICE, 6,
         ),
     )),
@@ -349,7 +349,8 @@ TENANTS: Final = Board(
             (Query(rate("kvstrata_audit_blocks_total", "decision, reason"), "{{decision}} {{reason}}"),), CALM, 8,
         ),
         Panel(
-            "Attaches by result", "Engines that attached and engines that were refused.", Form.LINES, Unit.PER_SECOND,
+            "Attaches by result", "Engines that attached, that were refused, and of which that was unknown just then.",
+            Form.LINES, Unit.PER_SECOND,
             (Query(rate("kvstrata_attach_total", "result"), "{{result}}"),), CALM, 8,
         ),
     )),

@@ -205,6 +205,17 @@ class Attaching:
         Raises `InvalidInputError` for another pool or layout, and what `Authenticator.authenticate` raises; a
         refused token takes the connection's rights away.
         """
+        counters = self._node.counters
+        try:
+            granted = await self._attach(at, request)
+        except KvStrataError as e:
+            result = "refused" if isinstance(e, PermanentError) else "unknown"
+            counters.add("kvstrata_attach_total", result=result)
+            raise
+        counters.add("kvstrata_attach_total", result="ok")
+        return granted
+
+    async def _attach(self, at: Attachment, request: wire.Attach) -> wire.Granted:
         if request.pool != self._node.pool:
             raise InvalidInputError(f"pool {request.pool!r}: this agent serves {self._node.pool!r}")
         check_layout(request.layout, self._node.spec.compatibility, self._node.element_bytes)
@@ -212,7 +223,6 @@ class Attaching:
         try:
             caller = await self._authenticate(at, request.token)
         except KvStrataError as e:
-            self._node.counters.add("kvstrata_attach_total", result="refused")
             self.audit.refused_caller(e, "attach")
             if isinstance(e, PermanentError):  # Otherwise it is unknown now, and the old rights run out by time.
                 self._refuse(at)
@@ -222,7 +232,6 @@ class Attaching:
             self._refuse(at)
             raise ForbiddenError("another identity on the same connection; open another connection")
         _check_same(at, request.layout)  # Another attach may have been quicker.
-        self._node.counters.add("kvstrata_attach_total", result="ok")
         at.layout, at.layout_id = request.layout, request.layout.layout_id()
         at.block_bytes = request.layout.block_bytes
         at.devices = frozenset(request.devices)

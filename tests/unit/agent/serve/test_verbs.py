@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,15 @@ from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.session_verbs import contexts_of
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
-from kvstrata_api.blocks import ScopeId
+from kvstrata_api.blocks import Layout, ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, InvalidInputError, UnauthenticatedError
+from kvstrata_api.errors import (
+    ApiServerAwayError,
+    ForbiddenError,
+    InvalidInputError,
+    KvStrataError,
+    UnauthenticatedError,
+)
 from kvstrata_api.models.poolnode import TierProbe
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
@@ -35,6 +42,7 @@ from support.agent.doubles import (
     SCOPE,
     DictBackend,
     bytes_of,
+    caller,
     digest,
     secret,
 )
@@ -90,6 +98,36 @@ async def test_of_two_layouts_at_once_a_connection_gets_one() -> None:
 
     assert sum(isinstance(answer, wire.Granted) for answer in done) == 1
     assert sum(isinstance(answer, InvalidInputError) for answer in done) == 1
+    await close(engine)
+
+
+async def test_an_attach_is_refused_for_good_or_unknown_just_then() -> None:
+    engine = Engine()
+    engine.authenticator.callers["other"] = caller("other")
+
+    def counted() -> dict[str, float]:
+        families = engine.core.node.counters._instruments.registry.collect()
+        return {s.labels["result"]: s.value for f in families for s in f.samples if s.name == "kvstrata_attach_total"}
+
+    async def ends_as(token: str, pool: str = "pool", layout: Layout = LAYOUT) -> str:
+        """The result that one more attach has."""
+        before = counted()
+        with suppress(KvStrataError):
+            await engine.ask(wire.Attach(1, token, pool, layout))
+        (result,) = [result for result, attaches in counted().items() if attaches > before.get(result, 0)]
+        return result
+
+    assert await ends_as("forged") == "refused"
+    assert await ends_as("a", "elsewhere") == "refused"
+    assert await ends_as("a", layout=replace(LAYOUT, dtype="fp8")) == "refused"
+    assert await ends_as("a") == "ok"
+    assert await ends_as("other") == "refused", "another identity on the same connection"
+
+    async def away(token: str) -> Caller:
+        raise ApiServerAwayError(f"{token}: the API server does not answer")
+
+    engine.authenticator.authenticate = away  # type: ignore[method-assign]
+    assert await ends_as("a") == "unknown"
     await close(engine)
 
 
