@@ -136,7 +136,8 @@ AGENT: Final = (
         "The same on each GPU that an engine computes with.", ("pool", "node", "tenant"),
     ),
     Metric(
-        "kvstrata_load_seconds_total", Kind.COUNTER, "Seconds that loads took, from the first lease to the last.",
+        "kvstrata_load_seconds_total", Kind.COUNTER,
+        "Seconds that loads took, from the first lease to the last; of those whose savings are counted.",
         ("pool", "node", "tenant"),
     ),
     Metric(
@@ -626,7 +627,7 @@ PEERS: Final = (
     ),
     PeerMetric(
         "SGLang `sglang:load_back_duration_seconds`", "`kvstrata_load_seconds_total`",
-        "From host to device there; from wherever it lies to the reader's memory here.",
+        "From host to device there; from wherever it lies to the reader's memory here; needs a declared prefill rate.",
     ),
 )  # fmt: skip
 """Read in vLLM 0.32, LMCache 0.5.7rc2 and SGLang 0.5.23."""

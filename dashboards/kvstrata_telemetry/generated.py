@@ -72,7 +72,8 @@ over several tensor ranks, where every rank loads all of it, each counts it whol
 `kvstrata_load_saved_prefill_seconds_total` takes the rate that engines report (`ReportEngine`), or else
 `policy.recompute.prefillTokensPerSecond` of the pool; with neither it counts nothing, for what an agent sees of prompts
 is a lower bound. It leaves out what attention to earlier blocks costs. Time to first token saved is that less
-`kvstrata_load_seconds_total`; of loads that wait beside other work of the engine, less is saved.
+`kvstrata_load_seconds_total`, which is counted of the same loads alone; of loads that wait beside other work of the
+engine, less is saved.
 """
 
 

@@ -87,8 +87,8 @@ FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it 
             increase("kvstrata_load_tokens_total", f'{NODE},stage="delivered"'), Unit.NONE, CALM, 4, deeper="sessions",
         ),
         stat(
-            "Time to first token saved", "Over all requests in the time shown: what computing would have taken at the "
-            "rate that engines report, less what loading took. Below 0: loading is slower.",
+            "Time to first token saved", "Over all requests in the time shown, of engines with a known prefill "
+            "rate: what computing would have taken, less what loading took. Below 0: loading is slower.",
             f"{total('kvstrata_load_saved_prefill_seconds_total')} - {total('kvstrata_load_seconds_total')}",
             Unit.SECONDS, GAIN, 4,
         ),

@@ -667,7 +667,10 @@ class ReadObserver:
             self._audit.read(at.caller, right.access, "lookup", hits)
 
     def on_loaded(self, at: Attachment, counts: LoadCounts) -> None:
-        """Note how far the blocks of a load came, and what it saved. Each shard counts its part of the tokens."""
+        """Note how far the blocks of a load came, and, where it is known how fast its engine computes, what it saved.
+
+        Each shard counts its part of the tokens.
+        """
         layout, counters = at.layout, self._counters
         if layout is None or not at.rights:
             return
@@ -676,12 +679,12 @@ class ReadObserver:
             for place, blocks in places.items():
                 tokens = blocks * layout.block_tokens / shards
                 counters.add("kvstrata_load_tokens_total", tokens, tenant=tenant, tier=place, stage=stage)
-        delivered = counts.delivered.total()
-        if delivered:
-            engine = self._reader.engine(tenant, at.owner)
-            computed_s = 0.0 if engine.is_lower_bound else engine.compute_s(0, delivered * layout.block_tokens)
-            counters.add("kvstrata_load_saved_prefill_seconds_total", computed_s / shards, tenant=tenant)
-            counters.add("kvstrata_load_saved_gpu_seconds_total", computed_s, tenant=tenant)
+        engine = self._reader.engine(tenant, at.owner)
+        if engine.is_lower_bound:
+            return  # Of what loading cost alone nobody could tell whether it was worth it.
+        computed_s = engine.compute_s(0, counts.delivered.total() * layout.block_tokens)
+        counters.add("kvstrata_load_saved_prefill_seconds_total", computed_s / shards, tenant=tenant)
+        counters.add("kvstrata_load_saved_gpu_seconds_total", computed_s, tenant=tenant)
         counters.add("kvstrata_load_seconds_total", counts.took_s / shards, tenant=tenant)
 
     def on_acquired(self, at: Attachment, right: ScopeRight, reads: Sequence[Read]) -> None:
