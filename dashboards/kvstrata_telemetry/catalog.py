@@ -132,8 +132,13 @@ AGENT: Final = (
         "assumes.", ("pool", "node", "tenant"),
     ),
     Metric(
+        "kvstrata_load_saved_prefill_tokens_total", Kind.COUNTER,
+        "Tokens that these seconds speak of: those that loads delivered to engines of a known rate.",
+        ("pool", "node"), values={},
+    ),
+    Metric(
         "kvstrata_load_saved_gpu_seconds_total", Kind.COUNTER,
-        "The same on each GPU that an engine computes with.", ("pool", "node", "tenant"),
+        "The seconds on each GPU that an engine computes with.", ("pool", "node", "tenant"),
     ),
     Metric(
         "kvstrata_load_seconds_total", Kind.COUNTER,

@@ -111,8 +111,15 @@ FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it 
         ),
         Panel(
             "Held, captured, delivered", "Tokens of what was asked for: the fleet has them; on the node that was "
-            "asked, or asked of the one that has them; given to the engine. Gaps: routing; too slow.",
-            Form.LINES, Unit.PER_SECOND, (Query(rate("kvstrata_load_tokens_total", "stage"), "{{stage}}"),), CALM, 8,
+            "asked, or asked of the one that has them; given to the engine. Gaps: routing; too slow. Savings are of "
+            "engines with a known prefill rate.", Form.LINES, Unit.PER_SECOND,
+            (
+                Query(rate("kvstrata_load_tokens_total", "stage"), "{{stage}}"),
+                Query(
+                    f"sum(rate(kvstrata_load_saved_prefill_tokens_total{{{NODE}}}[$__rate_interval]))",
+                    "delivered, at a known rate",
+                ),
+            ), CALM, 8,
         ),
         Panel(
             "Seconds saved a second", "Prefill that was saved, and what loading took instead.", Form.LINES, Unit.NONE,

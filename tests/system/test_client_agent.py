@@ -120,13 +120,15 @@ def test_what_was_delivered_is_what_the_reader_counts_tier_by_tier(tmp_path: Pat
         )
         saved_s = counted(agent, "kvstrata_load_saved_prefill_seconds_total", "tenant")["a"]
         gpu_s = counted(agent, "kvstrata_load_saved_gpu_seconds_total", "tenant")["a"]
+        rated = counted(agent, "kvstrata_load_saved_prefill_tokens_total", "node")["node"]
         loading_s = counted(agent, "kvstrata_load_seconds_total", "tenant")["a"]
 
     tokens = {source: blocks * LAYOUT.block_tokens for source, blocks in theirs.loaded_blocks.items()}
     assert delivered == captured == held == tokens
     assert set(tokens) == {"dram", "nvme"}
     assert sum(tokens.values()) == (2 + BLOCKS + BLOCKS + 5) * LAYOUT.block_tokens
-    assert saved_s == gpu_s == pytest.approx(sum(tokens.values()) / RATE)
+    assert rated == sum(tokens.values())
+    assert saved_s == gpu_s == pytest.approx(rated / RATE)
     assert 0 < loading_s < 30
 
 

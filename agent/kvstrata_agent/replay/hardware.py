@@ -182,7 +182,7 @@ METRICS: Final = (
     "kvstrata_move_duration_seconds_count",
     "kvstrata_moved_bytes_total",
     "kvstrata_stored_ratio",
-    "kvstrata_load_tokens_total",
+    "kvstrata_load_saved_prefill_tokens_total",
     "kvstrata_load_saved_prefill_seconds_total",
 )
 """What is taken from a live fleet."""
@@ -212,8 +212,8 @@ def calibrated(hardware: Hardware, pool: KVPool, samples: Iterable[Sample]) -> t
 
 
 def _engine(engine: EnginePart, seen: Mapping[str, Sequence[Sample]]) -> tuple[EnginePart, list[str]]:
-    """Prefill rate: tokens that loads delivered, over the seconds that engines would have computed them in."""
-    tokens = sum(s.value for s in seen.get("kvstrata_load_tokens_total", ()) if s.labels.get("stage") == "delivered")
+    """Prefill rate: tokens that loads delivered to engines that report one, over the seconds that it says they take."""
+    tokens = sum(s.value for s in seen.get("kvstrata_load_saved_prefill_tokens_total", ()))
     seconds = sum(s.value for s in seen.get("kvstrata_load_saved_prefill_seconds_total", ()))
     if tokens <= 0 or seconds <= 0:
         return engine, ["prefill rate: not reported by any engine; as the file says"]

@@ -682,7 +682,9 @@ class ReadObserver:
         engine = self._reader.engine(tenant, at.owner)
         if engine.is_lower_bound:
             return  # Of what loading cost alone nobody could tell whether it was worth it.
-        computed_s = engine.compute_s(0, counts.delivered.total() * layout.block_tokens)
+        tokens = counts.delivered.total() * layout.block_tokens
+        computed_s = engine.compute_s(0, tokens)
+        counters.add("kvstrata_load_saved_prefill_tokens_total", tokens / shards)
         counters.add("kvstrata_load_saved_prefill_seconds_total", computed_s / shards, tenant=tenant)
         counters.add("kvstrata_load_saved_gpu_seconds_total", computed_s, tenant=tenant)
         counters.add("kvstrata_load_seconds_total", counts.took_s / shards, tenant=tenant)

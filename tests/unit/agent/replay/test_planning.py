@@ -337,6 +337,9 @@ kvstrata_stored_ratio{pool="demo",node="a",tier="nvme"} 1.25
 # TYPE kvstrata_load_tokens counter
 kvstrata_load_tokens_total{pool="demo",node="a",tenant="t",tier="nvme",stage="delivered"} 9000
 kvstrata_load_tokens_total{pool="demo",node="a",tenant="t",tier="nvme",stage="held"} 12000
+kvstrata_load_tokens_total{pool="demo",node="a",tenant="reports nothing",tier="nvme",stage="delivered"} 90000
+# TYPE kvstrata_load_saved_prefill_tokens counter
+kvstrata_load_saved_prefill_tokens_total{pool="demo",node="a"} 9000
 # TYPE kvstrata_load_saved_prefill_seconds counter
 kvstrata_load_saved_prefill_seconds_total{pool="demo",node="a",tenant="t"} 3
 """

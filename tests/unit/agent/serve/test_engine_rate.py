@@ -88,6 +88,7 @@ async def test_savings_are_counted_by_what_was_declared_or_reported_alone(
         return sum(float(c._value.get()) for (of, *_), c in children if of == f"kvstrata_load_{name}_total")
 
     assert counted("saved_prefill_seconds") == pytest.approx(saved_s)
+    assert counted("saved_prefill_tokens") == pytest.approx(saved_s * SLOW)
     assert counted("seconds") == pytest.approx(took_s)
     await close(engine)
 

@@ -382,6 +382,9 @@ async def test_a_load_is_accounted_by_what_was_held_captured_and_delivered() -> 
     shown = {stage: counted("tokens", tier=place, stage=stage) for stage in ("held", "captured", "delivered")}
     assert shown == {"held": 4 * tokens, "captured": 4 * tokens, "delivered": 2 * tokens}
     assert counted("saved_prefill_seconds") == counted("saved_gpu_seconds") == pytest.approx(0.02)
+    rated = "kvstrata_load_saved_prefill_tokens_total"
+    registry, node = engine.core.node.counters._instruments.registry, {"pool": "pool", "node": "node"}
+    assert registry.get_sample_value(rated, node) == 2 * tokens
     assert counted("seconds") == pytest.approx(0.25)
     await close(engine)
 
@@ -400,6 +403,8 @@ async def test_shards_of_one_engine_count_its_tokens_once_and_its_gpus_each() ->
     )
     assert delivered == 3 * LAYOUT.block_tokens
     assert registry.get_sample_value("kvstrata_load_saved_prefill_seconds_total", own) == 3.0
+    rated, node = "kvstrata_load_saved_prefill_tokens_total", {"pool": "pool", "node": "node"}
+    assert registry.get_sample_value(rated, node) == 3 * LAYOUT.block_tokens
     assert registry.get_sample_value("kvstrata_load_saved_gpu_seconds_total", own) == 6.0
     await close(engine)
 
