@@ -205,7 +205,7 @@ class Lookup(Request, frozen=True, array_like=True, tag=True):
 
 
 class CountLoad(Request, frozen=True, array_like=True, tag=True):
-    """Report how a load that leased without a counted lookup ended; feeds the hit ratio and nothing else."""
+    """Report how a load that leased without a counted lookup ended, for the hit ratio and the account of loads."""
 
     wanted_blocks: int
     loaded_blocks: int

@@ -65,9 +65,10 @@ _LOADS: Final = """
 *delivered*: the reader has them, verified. So held >= captured >= delivered, for every `tier` (where the block was
 when it was asked for; `remote` is another node). Held and not captured: the request went to the wrong node, and
 bringing them would have taken longer than computing. Captured and not delivered: too slow, refused by a full path, or
-left to the engine. `unknown` is the tier of what a lookup alone counted: objects of LMCache and SGLang, which are
-delivered when they are found. Shards of one engine count their part of a token each; of multi-head latent attention
-over several tensor ranks, where every rank loads all of it, each counts it whole.
+left to the engine. Objects of LMCache and SGLang count when they are loaded, and at the lookup where they are absent;
+`unknown` is the tier of what loads and lookups that overlap on one connection took from each other. Shards of one
+engine count their part of a token each; of multi-head latent attention over several tensor ranks, where every rank
+loads all of it, each counts it whole.
 
 `kvstrata_load_saved_prefill_seconds_total` takes the rate that engines report (`ReportEngine`), or else
 `policy.recompute.prefillTokensPerSecond` of the pool; with neither it counts nothing, for what an agent sees of prompts

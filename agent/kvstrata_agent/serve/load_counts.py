@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STALE_S: Final = 30.0
 """A load that asks for nothing for so long was given up: its leases have ended by themselves."""
 UNKNOWN: Final = "unknown"
-"""Place of blocks that nobody leased one by one: they were found by a lookup alone, or by an interleaved load."""
+"""Place of blocks that nobody leased one by one: they were leased by an interleaved load, or by nobody."""
 
 _Place = str | tuple[str] | None
 """Where a captured block was; the same of one that is held elsewhere and was left there; None where the prefix ends."""

@@ -96,12 +96,10 @@ def look_up(job: TransferJob, objects: Sequence[Object], lock_s: float = 0.0) ->
 
 
 def follow_up(job: TransferJob, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
-    """Have what was found brought into memory, and report the lookup to the agent, for its hit ratio."""
+    """Have what was found brought into memory, and count what was not, for the hit ratio; the rest counts as a load."""
     for keys in _by_scope(found):
         yield Post(tuple(calls.prefetch(job.target, part, "") for part in _parts(keys, KEYS_MAX)))
-    wanted = sum(job.namer.blocks_of(o.size_bytes) for o in objects)
-    if 0 < wanted <= KEYS_MAX:
-        yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
+    yield from _count(job, _blocks_of(job, objects) - sum(map(len, found)), 0)
 
 
 def unlock(job: TransferJob, found: Sequence[Keys]) -> Operation[None]:
@@ -111,7 +109,7 @@ def unlock(job: TransferJob, found: Sequence[Keys]) -> Operation[None]:
 
 
 def load(job: TransferJob, objects: Sequence[Object], sources: set[str] | None = None) -> Operation[list[bool]]:
-    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use.
+    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use. Counts the load.
 
     Names of tiers that blocks came from, or `remote`, go into `sources`.
     """
@@ -124,7 +122,19 @@ def load(job: TransferJob, objects: Sequence[Object], sources: set[str] | None =
     missed = {i for i, keys in enumerate(found) if not keys}
     for blocks in _blocks_by_scope(objects, found):
         yield from _load_all(job, blocks, missed, ends_s, sources)
+    loaded = [o for i, o in enumerate(objects) if i not in missed]
+    yield from _count(job, _blocks_of(job, objects), _blocks_of(job, loaded))
     return [i not in missed for i in range(len(objects))]
+
+
+def _count(job: TransferJob, wanted: int, loaded: int) -> Operation[None]:
+    """Report to the agent how many of so many blocks were had. It takes what was leased meanwhile for one load."""
+    if 0 < wanted <= KEYS_MAX:
+        yield Post((calls.count_load(job.target, wanted, loaded),))
+
+
+def _blocks_of(job: TransferJob, objects: Iterable[Object]) -> int:
+    return sum(job.namer.blocks_of(o.size_bytes) for o in objects)
 
 
 def _load_all(

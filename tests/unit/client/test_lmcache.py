@@ -334,14 +334,19 @@ def test_a_lookup_locks_in_one_trip_and_an_unlock_takes_it_back(bench: OpaqueBen
     assert bench.model.pinned == [set()]
 
 
-def test_the_agent_hears_of_every_lookup_and_brings_up_what_was_found(bench: OpaqueBench) -> None:
+def test_the_agent_hears_of_what_is_absent_at_the_lookup_and_of_the_rest_when_it_is_loaded(bench: OpaqueBench) -> None:
     bench.drive(object_transfers.store(job(OWN), [filled(0, 2)]))
     objects = [empty(0, 2), empty(1)]
     found = bench.drive(object_transfers.look_up(job(OWN), objects))
     bench.drive(object_transfers.follow_up(job(OWN), objects, found))
 
-    assert bench.model.counted == [(3, 2)]
+    assert bench.model.counted == [(1, 0)]
     assert bench.model.prefetched == [k.digest for k in found[0]]
+    assert bench.drive(object_transfers.load(job(OWN), objects)) == [True, False]
+    assert bench.model.counted == [(1, 0), (3, 2)]
+    assert bench.drive(object_transfers.load(job(OWN), objects[:1])) == [True]
+    bench.drive(object_transfers.follow_up(job(OWN), objects[:1], found[:1]))
+    assert bench.model.counted == [(1, 0), (3, 2), (2, 2)]
 
 
 def test_what_a_store_found_there_already_is_not_new(bench: OpaqueBench) -> None:
