@@ -40,11 +40,11 @@ def _tries_once() -> None:
     """Take every action for done that was tried."""
     guarded, tried = Executor._guarded, set[str]()
 
-    async def once(self: Executor, action: Any) -> Outcome:
+    async def once(self: Executor, action: Any, until_s: float) -> Outcome:
         if repr(action) in tried:
             return Outcome(action)
         tried.add(repr(action))
-        return await guarded(self, action)
+        return await guarded(self, action, until_s)
 
     Executor._guarded = once  # type: ignore[method-assign]
 

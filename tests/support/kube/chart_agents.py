@@ -48,5 +48,5 @@ def daemon_set(template: str, pool: str, **spec: Any) -> Json:
     assert declared.model is not None
     placement = place([declared], nodes)[pool]
     pods = pods_of(declared.model, placement, template)
-    made = bodies(declared, placement, pods, NodeClasses(), names.SYSTEM_NAMESPACE)
+    made = bodies(declared, placement, pods, NodeClasses(), names.SYSTEM_NAMESPACE, {})
     return dict(json.loads(json.dumps(made[next(iter(daemon_sets(pool, names.SYSTEM_NAMESPACE)))])))
