@@ -152,9 +152,10 @@ AGENT: Final = (
     Metric(
         "kvstrata_refused_blocks_total", Kind.COUNTER,
         "Blocks that got no slot in one request, by reason (busy, declined: what is there is worth more, draining, "
-        "full, held, quota, recovering); a client that was refused the rest of a batch asks again and may get it.",
+        "erased, full, held, quota, recovering); a client that was refused the rest of a batch asks again and may get "
+        "it.",
         ("pool", "node", "reason"),
-        values={"reason": ("busy", "declined", "draining", "full", "held", "quota", "recovering")},
+        values={"reason": ("busy", "declined", "draining", "erased", "full", "held", "quota", "recovering")},
     ),
     Metric(
         "kvstrata_moved_blocks_total", Kind.COUNTER, "Blocks moved between tiers or nodes.",

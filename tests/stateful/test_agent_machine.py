@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvstrata_agent.blocks import node as node_module
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
 from kvstrata_agent.cache.load import AcquireCall, Read
@@ -58,6 +59,8 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         self.clock = Clock()
         self.reads: dict[int, list[tuple[Read, ScopeId, int, float]]] = {1: [], 2: [], 3: []}
         self.reserved: dict[int, list[tuple[Reservation, ScopeId, int]]] = {1: [], 2: [], 3: []}
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(node_module, "ERASED_AT_ONCE", 3)  # So that much happens before all of a scope is gone.
         self.written: set[tuple[ScopeId, int]] = set()
         """Blocks that were published at some time; only these may ever be read."""
 
@@ -133,9 +136,13 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
                 self._find_out(owner, scope, number)
 
     def _find_out(self, owner: int, scope: ScopeId, number: int) -> None:
-        """The agent has believed a lie: its first reader finds out, and the block goes."""
+        """The agent has believed a lie: its first reader finds out, and the block goes. None reads an erased scope."""
         call = AcquireCall(self.place(owner, scope), [digest(number)], LEASE_S, 1.0)
-        (read,) = self.core.cache.reader.acquire_now(call).reads
+        reads = self.core.cache.reader.acquire_now(call).reads
+        if self.core.node.index.is_erased(scope):
+            assert not reads
+            return
+        (read,) = reads
         assert self.do(lambda: self.core.cache.reader.inspect(owner, [read.lease.id])) == 1
         assert self.do(lambda: self.core.cache.release(owner, [read.lease.id])) == 1
         assert self.core.node.index.find(scope, digest(number)) is None
@@ -224,7 +231,10 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             stored[stamp] = b"\xff" + stored[stamp][1:]
 
     @rule(
-        work=st.lists(st.tuples(st.sampled_from(["acquire", "reserve", "tend"]), owners, scopes, chains), max_size=6),
+        work=st.lists(
+            st.tuples(st.sampled_from(["acquire", "acquire", "reserve", "tend", "erase"]), owners, scopes, chains),
+            max_size=6,
+        ),
         victim=owners,
         steps=st.integers(0, 30),
     )
@@ -253,6 +263,9 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         digests, place = [digest(n) for n in numbers], self.place(owner, scope)
         if what == "tend":
             await self.sweeper._tend()
+        elif what == "erase":
+            self.core.node.erase(scope)
+            await self.core.cache.tenancy.drop_rest()
         elif what == "reserve":
             made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
             self.core.cache.abandon(owner, [r.id for r in made if r is not None])
@@ -266,8 +279,8 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     def erase(self, scope: ScopeId, *, happens: bool) -> None:
         if not happens:
             return
-        self.do(lambda: self.core.node.drop_scope(scope, "erased"))
-        assert not any(e.residences for e in self.core.node.index.blocks(scope).entries())
+        self.do(lambda: self.core.node.drop_scope(scope))
+        assert not self.core.node.index.blocks(scope)
 
     swept_s = 0.0
 
@@ -314,9 +327,12 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             assert not node.deferred_frees
             assert not any(e.is_held for e in node.index)
             for scope in (SCOPE, OTHER_SCOPE):
-                self.do(partial(node.drop_scope, scope, "erased"))
+                self.do(partial(node.drop_scope, scope))
+            self.run(self.core.cache.tenancy.drop_rest())
+            assert not len(node.index)
             assert [t.backend.used_bytes for t in node.tiers] == [0, 0]
             self.run(self._stop())
+        self.patch.undo()
         self.loop.close()
 
     async def _stop(self) -> None:

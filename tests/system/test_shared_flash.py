@@ -333,12 +333,12 @@ async def test_a_leased_slot_is_not_used_again_and_an_ended_one_never_gives_othe
     async with pair(tmp_path, tmp_path) as (a, b):
         await a.archive(NUMBERS)
         lent = await a.lend(3)
-        a.core.node.drop_scope(SCOPE, "erased")
+        a.core.node.drop_scope(SCOPE)
         await a.archive(range(100, 120))
         assert await b.read(a, lent) == bytes_of(3)
 
         a.core.lender.end([lent.lease])
-        a.core.node.drop_scope(SCOPE, "erased")
+        a.core.node.drop_scope(SCOPE)
         await a.archive(range(200, 220))
 
         with pytest.raises((BlockCorruptError, BackendFailedError)):
@@ -351,7 +351,7 @@ async def test_what_its_owner_drops_meanwhile_is_a_miss(tmp_path: Path) -> None:
         board = b.core.cache.directory
         assert isinstance(board, Board)
         announced = {d: dict(held) for d, held in board.held.items()}
-        a.core.node.drop_scope(SCOPE, "erased")
+        a.core.node.drop_scope(SCOPE)
         await a.archive(range(200, 220))
         board.held.update(announced)  # It is late.
 

@@ -253,7 +253,7 @@ async def _found_again(trial: Trial) -> None:
     """After a restart: each scope has its own, and when one is gone, so are its blocks alone."""
     await trial.look("after restart", SCOPE)
     await trial.look("after restart", OTHER_SCOPE)
-    trial.core.node.drop_scope(SCOPE, "erased")
+    trial.core.node.drop_scope(SCOPE)
     await trial.look("erased", SCOPE, other=OTHER_SCOPE)
     await trial.look("after the other was erased", OTHER_SCOPE)
 

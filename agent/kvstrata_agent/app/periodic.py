@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.node import ERASED
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
 from kvstrata_agent.movement.path import TrafficClass
@@ -57,6 +56,7 @@ class Sweeper:
         """Do all duties until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(repeat("expire", EXPIRE_S, self._expire))
+            group.create_task(repeat("erase", EXPIRE_S, self._cache.tenancy.drop_rest))
             group.create_task(repeat("tend", TEND_S, self._tend))
             group.create_task(repeat("announce", 0.0, self._announce))
             group.create_task(repeat("sessions", SESSIONS_S, self._cache.life.tend))
@@ -73,8 +73,9 @@ class Sweeper:
         self.gauges()
 
     def expire(self) -> None:
-        """End what has run out and drop blocks of scopes that were erased. One step, no waiting."""
+        """End what has run out, erase scopes and drop the first of their blocks. One step, no waiting."""
         node, now_s = self._node, self._node.clock()
+        self._erase(now_s)
         self._cache.tenancy.sweep()
         for kind, ended in (
             ("lease", node.end_leases(node.leases.sweep(now_s))),
@@ -84,19 +85,19 @@ class Sweeper:
             if ended:
                 node.counters.add("kvstrata_expired_total", ended, kind=kind)
         self._cache.life.sweep(now_s)
-        self._erase(now_s)
         node.changed.fire()
 
     def _erase(self, now_s: float) -> None:
-        scopes = dict.fromkeys(self._node.index.scopes())
+        index = self._node.index
+        scopes = dict.fromkeys(s for s in index.scopes() if not index.is_erased(s))
         self._unknown_since_s = {s: since_s for s, since_s in self._unknown_since_s.items() if s in scopes}
         for scope in scopes:
             if self._authenticator.secret(scope) is not None:
                 self._unknown_since_s.pop(scope, None)
             elif now_s - self._unknown_since_s.setdefault(scope, now_s) >= ERASE_GRACE_S:
-                dropped = self._node.drop_scope(scope, ERASED)
+                count = self._node.erase(scope)
                 del self._unknown_since_s[scope]
-                _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
+                _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": count})
 
     async def _announce(self) -> None:
         await self._node.announcer.changed()

@@ -43,6 +43,8 @@ class Index:
         self._scopes: dict[ScopeId, Blocks] = {}
         self._contents: dict[Tier, TierContents] = {}
         self._nothing = Blocks(ScopeId("none/none"), self)
+        self._erased: dict[ScopeId, Iterator[Entry] | None] = {}
+        """Scopes whose blocks nobody finds, each with those still to be named in this round, if it has begun."""
         self._round: Iterator[tuple[ScopeId, bytes]] = iter(())
         """What is still to be examined in this round of packing."""
         self._continued: dict[Entry, None] | None = None
@@ -76,11 +78,49 @@ class Index:
         return list(self._scopes)
 
     def blocks(self, scope: ScopeId) -> Blocks:
-        """Blocks of one scope by digest. Do not change it."""
-        return self._scopes.get(scope, self._nothing)
+        """Blocks of one scope by digest, none of an erased one. Do not change it."""
+        return self._nothing if scope in self._erased else self._scopes.get(scope, self._nothing)
+
+    @property
+    def erased(self) -> list[ScopeId]:
+        """Scopes that were erased and may have blocks here still."""
+        return list(self._erased)
+
+    def is_erased(self, scope: ScopeId) -> bool:
+        """True while blocks of an erased scope are dropped: nobody may be given one, or begin one."""
+        return scope in self._erased
+
+    def erase(self, scope: ScopeId) -> int:
+        """Have nobody find the blocks of a scope from this step on; returns how many they are.
+
+        All books have them until they are dropped. 0 where there are none, or where that was so already.
+        """
+        blocks = self._scopes.get(scope)
+        if blocks is None or scope in self._erased:
+            return 0
+        self._erased[scope] = None
+        return len(blocks)
+
+    def leaving(self, most: int) -> list[Entry]:
+        """Up to so many blocks of erased scopes, others each time until all were named; then it begins anew."""
+        found: list[Entry] = []
+        for scope in [s for s in self._erased if s in self._scopes]:
+            entries = self._erased[scope] or self._scopes[scope].entries()
+            found += islice(entries, most - len(found))
+            self._erased[scope] = entries if len(found) == most else None
+            if len(found) == most:
+                break
+        return found
+
+    def end_erasures(self) -> list[ScopeId]:
+        """Let scopes be used again that were erased and have no block any more; returns them."""
+        ended = [scope for scope in self._erased if scope not in self._scopes]
+        for scope in ended:
+            del self._erased[scope]
+        return ended
 
     def opened(self, scope: ScopeId) -> Blocks:
-        """Blocks of one scope, to be changed together with the tiers' books; never left empty."""
+        """Blocks of one scope, erased or not, to be changed together with the tiers' books; never left empty."""
         blocks = self._scopes.get(scope)
         if blocks is None:
             blocks = self._scopes[scope] = Blocks(scope, self)
@@ -93,6 +133,8 @@ class Index:
 
     def layouts(self, scope: ScopeId) -> set[LayoutId]:
         """Layouts of a scope's blocks; of those in use, of the last ones that came."""
+        if scope in self._erased:
+            return set()
         newest = islice(reversed(self.blocks(scope).in_use.values()), LAYOUT_SAMPLE)
         return {entry.layout_id for entry in newest} | self.packed.layouts(scope)
 
@@ -168,7 +210,11 @@ class Index:
     def begin_chain(
         self, scope: ScopeId, digests: Iterable[bytes], parent: bytes, layout_id: LayoutId, now_s: float, tenant: str
     ) -> list[Entry | None]:
-        """Make a pending entry of each digest that is absent, None for the others; each is the parent of the next."""
+        """Make a pending entry of each digest that is absent, None for the others; each is the parent of the next.
+
+        Not in a scope that is erased.
+        """
+        assert scope not in self._erased, f"scope {scope} is erased"
         blocks = self.opened(scope)
         entries, account = blocks.in_use, tenant or blocks.account
         made: list[Entry | None] = []

@@ -60,6 +60,8 @@ DECODED_MAX: Final = 65_536
 
 ERASED: Final = "erased"
 """Reason of drops after which nothing is to be known of a block."""
+ERASED_AT_ONCE: Final = 256
+"""Blocks of erased scopes that are dropped in one step of the loop, about 10 ms."""
 LAYOUTS_MAX: Final = 64
 """Layouts remembered: ranks of tensor-parallel engines, and adapters."""
 
@@ -238,7 +240,12 @@ class Node:
         return ReuseInterval([self.facts_of(t) for t in self.tiers], level)
 
     def placement_of(self, entry: Entry, places: Placement | ReuseInterval, *, may_decline: bool = False) -> Placement:
-        """Where this block goes, of these places; nowhere if it `may_decline` a write that is not worth it."""
+        """Where this block goes, of these places; nowhere if it `may_decline` a write that is not worth it.
+
+        Nowhere from an erased scope: it is about to be dropped wherever it is.
+        """
+        if self.index.is_erased(entry.scope):
+            return Placement(None, "its scope is erased")
         if isinstance(places, Placement):
             return places
         placement = places.placement(self.returns.worth(entry)[0]) if places.has_choice else places.nearest
@@ -514,13 +521,28 @@ class Node:
         if regret.regret_s:
             self.counters.add("kvstrata_load_regret_seconds_total", regret.regret_s, choice=regret.source)
 
-    def drop_scope(self, scope: ScopeId, reason: str) -> int:
-        """Drop every block of a scope; returns how many."""
+    def erase(self, scope: ScopeId) -> int:
+        """Have nobody find a scope's blocks from this step on; `drop_erased` drops them. Returns how many they are."""
+        self.history.forget(scope)
+        return self.index.erase(scope)
+
+    def drop_erased(self) -> int:
+        """Drop some blocks of erased scopes; returns how many went. What is still coming in goes when it is here.
+
+        To be called again and again: a scope is erased until none of its blocks is left.
+        """
         count = 0
-        for count, entry in enumerate(self.index.blocks(scope).entries(), 1):  # noqa: B007  How many they were.
-            self.drop_block(entry, reason)
-        if reason == ERASED:
-            self.history.forget(scope)
+        for entry in self.index.leaving(ERASED_AT_ONCE):
+            count += entry.is_published
+            self.drop_block(entry, ERASED)
+        for scope in self.index.end_erasures():
+            self.history.forget(scope)  # Policies may have dropped some of them meanwhile, and have said why.
+        return count
+
+    def drop_scope(self, scope: ScopeId) -> int:
+        """Erase a scope and drop the first of its blocks at once; returns how many blocks it had."""
+        count = self.erase(scope)
+        self.drop_erased()
         return count
 
     def contents(self, tier: Tier) -> TierContents:

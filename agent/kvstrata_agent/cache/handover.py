@@ -193,7 +193,7 @@ class Follower:
             answer = await self._ask(run, 0.0, [])
             count = len(answer.sums) if answer is not None else 0
             self._drop(*run.cut(count))
-            if answer is None or not count:
+            if answer is None or not count or self._node.index.is_erased(place.scope):
                 self._lose(run)
                 return []
         except BaseException:
@@ -247,6 +247,8 @@ class Follower:
         leading = wanted.digests[:QUESTION_BLOCKS_MAX]
         absent = next((i for i, digest in enumerate(leading) if digest in blocks), len(leading))
         if tier is None or tier.backend.mappable is None or not absent or self._node.is_draining:
+            return None
+        if self._node.index.is_erased(place.scope):
             return None
         begun = self._node.index.begin_chain(
             place.scope, leading[:absent], b"", place.layout_id, self._node.clock(), place.tenant

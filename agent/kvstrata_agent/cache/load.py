@@ -181,6 +181,10 @@ class Reader:
             return [None if e is not None and e.move is None and self._node.is_away(e) else e for e in entries]
         return entries
 
+    def still(self, context: RequestContext, entries: Sequence[Entry | None]) -> Sequence[Entry | None]:
+        """What `lookup_now` found before others were asked: nothing where the scope was erased meanwhile."""
+        return [None] * len(entries) if self._node.index.is_erased(context.scope) else entries
+
     def needs_directory(self, entries: Sequence[Entry | None]) -> bool:
         """True when other agents may know of keys that this one does not hold."""
         return self._directory is not None and self._directory.is_up and None in entries
@@ -496,9 +500,7 @@ class Reader:
         reads: list[Read | None] = [None] * len(run)
 
         def lease(i: int, entry: Entry, residence: Residence) -> None:
-            now_s = self._node.clock()
-            self._node.signs.read(entry, now_s)
-            reads[i] = Read(self._node.leases.grant(context.owner, entry, residence, now_s + call.lease_s), sources[i])
+            reads[i] = self._leased(call, entry, residence, sources[i])
 
         async def one(i: int, entry: Entry) -> None:
             residence = await self._promoter.promote(entry, context.tenant)
@@ -529,6 +531,14 @@ class Reader:
                     task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         return reads
+
+    def _leased(self, call: AcquireCall, entry: Entry, residence: Residence, source: str) -> Read | None:
+        """Lease a copy that is up; None where its scope was erased while it was waited for."""
+        if self._node.index.is_erased(entry.scope):
+            return None
+        now_s = self._node.clock()
+        self._node.signs.read(entry, now_s)
+        return Read(self._node.leases.grant(call.context.owner, entry, residence, now_s + call.lease_s), source)
 
     def _prefix(self, reads: Sequence[Read | None]) -> list[Read]:
         """Keep the leases before the first gap and end the others."""

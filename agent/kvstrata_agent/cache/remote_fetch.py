@@ -85,8 +85,10 @@ class RemoteFetcher:
         """Start to fetch blocks from peers; `links` gives (digest, parent or empty when unknown) for each location.
 
         With `compute_s`, what computing one takes, they stay for what fetching them again would take; without, as if
-        they had been made here.
+        they had been made here. Nothing is fetched for a scope that is erased.
         """
+        if self._node.index.is_erased(context.scope):
+            return
         step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // context.raw_bytes))
         for i in range(0, len(links), step):
             entries = [

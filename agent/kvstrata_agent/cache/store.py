@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
+    from kvstrata_api.blocks import ScopeId
 
 RESERVE_WAIT_S: Final = 1.0
 """What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
@@ -74,14 +75,14 @@ class Writer:
 
         A key that another writer is at counts as existing: two copies of the same bytes help nobody.
         Shorter than `digests` when the tier, the fastest one unless another is given, is full or has no room for
-        this tenant.
+        this tenant; empty while the scope is erased.
         """
         node, tier = self._node, tier or self._node.entry_tier
         if node.regrets.awaits:
             for regret in node.regrets.computed(digests, node.clock()):
                 node.count_regret(regret)
         node.prefill_rates.brought(context.tenant, parent, digests, node.spec.compatibility.block_tokens, node.clock())
-        if tier is None or node.is_draining:
+        if tier is None or node.is_draining or node.index.is_erased(context.scope):
             return []
         blocks, scope, tenant = node.index.blocks(context.scope), context.scope, context.tenant
         absent = blocks.absent(digests)
@@ -131,7 +132,7 @@ class Writer:
             return Reserved(made, str(e))
         if not left:
             return Reserved(made)
-        refusal, busy_s = self._refusal(left)
+        refusal, busy_s = self._refusal(context.scope, left)
         self._remember(context, digests[-left], refusal)
         return Reserved(made, refusal, busy_s)
 
@@ -141,11 +142,13 @@ class Writer:
         self._node.history.note(context.scope, Event(digest, decision))
         self._node.returns.refused(digest)
 
-    def _refusal(self, count: int) -> tuple[str, float]:
+    def _refusal(self, scope: ScopeId, count: int) -> tuple[str, float]:
         """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
         node, tier = self._node, self._node.entry_tier
         busy_s = self._room.demoter.congestion_s(tier)
-        if node.is_draining or tier is None:
+        if node.index.is_erased(scope):
+            reason, why = "erased", "the scope was erased, and blocks that it had are still being dropped"
+        elif node.is_draining or tier is None:
             reason, why = "draining", "the agent is drained or has no open memory tier, and takes no blocks"
         elif tier.is_recovering:
             reason, why = "recovering", f"tier {tier.name}: blocks of an earlier run are still being entered"
@@ -176,6 +179,8 @@ class Writer:
         it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota leaves none,
         and `ArrivalDeclinedError` when what is there is worth more.
         """
+        if self._node.index.is_erased(context.scope):
+            return None
         refusal: QuotaExceededError | None = None
         tiers, before = self._landings(), chain[: len(chain) - slots]
         for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):

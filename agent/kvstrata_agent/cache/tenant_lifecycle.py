@@ -68,14 +68,27 @@ class Tenancy:
                 self._erase_shared(tenant)
 
     def sweep(self) -> None:
-        """Take in what changed, and drop scopes whose key has moved on. One step, no waiting."""
+        """Take in what changed, and erase scopes whose key has moved on. One step, no waiting.
+
+        It drops the first of what is erased, and `drop_rest` the others.
+        """
         self.refresh()
-        if self._tenants is None:
-            return
-        erasing, is_new = tuple(self._tenants.erasing()), self._version != self._swept_version
+        if self._tenants is not None:
+            self._erase_superseded(self._tenants)
+        self._node.drop_erased()
+
+    async def drop_rest(self) -> None:
+        """Drop what scopes had that were erased, a bounded step at a time."""
+        while True:
+            if not self._node.drop_erased():
+                return
+            await asyncio.sleep(0)
+
+    def _erase_superseded(self, tenants: Tenants) -> None:
+        erasing, is_new = tuple(tenants.erasing()), self._version != self._swept_version
         self._swept_version = self._version
         for scope in self._scopes() if erasing or is_new else self._node.index.scopes():
-            if self._tenants.is_superseded(scope):
+            if tenants.is_superseded(scope):
                 self._erase(scope)
         for tenant, _, _ in erasing:
             self._drop(tenant, self._left_by_earlier_runs(tenant))
@@ -94,8 +107,8 @@ class Tenancy:
         if self._tenants is None or any(t.is_recovering for t in node.tiers):
             return []  # Nobody knows yet what an earlier run has left.
         erasing = tuple(self._tenants.erasing())
-        if not erasing or self._life.is_erasing:
-            return []
+        if not erasing or self._life.is_erasing or any(map(_is_shared, node.index.erased)):
+            return []  # What is dropped of a shared scope may be anybody's.
         stale = {s.split("/")[1] for s in self._scopes() if self._tenants.is_superseded(s)}
         leaving = [*node.deferred_frees, *(e for e in self._mover.under_way if e.level == GONE)]
         return [
@@ -105,7 +118,7 @@ class Tenancy:
         ]
 
     def _erase(self, scope: ScopeId) -> None:
-        """Drop a scope whose key is gone for good, and let nobody finish reading or writing there.
+        """Erase a scope whose key is gone for good, and let nobody finish reading or writing there.
 
         Nobody else gets its slots, so that whoever is still reading reads what was there, or zeros, and learns at the
         end that it read without success.
@@ -115,13 +128,8 @@ class Tenancy:
             node.end_leases(table.end_where(lambda lease: lease.entry.scope == scope))
         node.abandon(node.reservations.take_where(lambda r: r.entry.scope == scope))
         self._life.erase(scope)
-        dropped = 0
-        for entry in node.index.blocks(scope).entries():
-            dropped += entry.is_published  # What is still coming in goes when it is here.
-            node.drop_block(entry, ERASED)
-        node.history.forget(scope)
-        if dropped:
-            _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
+        if count := node.erase(scope):
+            _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": count})
 
     def _erase_shared(self, tenant: str) -> None:
         """Drop what a tenant wrote into scopes that it shares, and what it may have written there in earlier runs.

@@ -214,6 +214,7 @@ class Verbs:
             "kvstrata.lookup", parent=request.traceparent, session_id=request.session, pool=self._node.pool, remote=True
         ):
             located = await self._cache.reader.locate(context, digests, entries)
+            entries = self._cache.reader.still(context, entries)
             return self._found(at, request, entries, self._cache.reader.answer(entries, located))
 
     def _found(
@@ -565,7 +566,7 @@ class Verbs:
         cut = absent[LOCATE_KEYS_MAX] if len(absent) > LOCATE_KEYS_MAX else len(digests)  # Nobody is asked for more.
         digests, entries = digests[:cut], entries[:cut]
         located = await self._cache.reader.locate(context, digests, entries)
-        return self._missed(request, context, digests, entries, located)
+        return self._missed(request, context, digests, self._cache.reader.still(context, entries), located)
 
     def _missed(
         self,
@@ -605,7 +606,7 @@ class Verbs:
     ) -> wire.Text:
         found = await directory.locate(context.secret, digests[:LOCATE_KEYS_MAX])
         others = [*found, *repeat((), len(digests) - len(found))]  # Nobody is asked for more.
-        return self._routes(request, context, entries, others)
+        return self._routes(request, context, self._cache.reader.still(context, entries), others)
 
     def _routes(
         self,

@@ -52,7 +52,7 @@ class EvictionHints:
     async def poll(self) -> None:
         """Poll once."""
         for secret in self._scopes.lost(self._node.index.scopes(), self._node.clock()):
-            if not self._node.index.blocks(secret.scope) and await self._source.claim_erased(secret):
+            if secret.scope not in self._node.index.scopes() and await self._source.claim_erased(secret):
                 self._scopes.forget(secret.scope)
         for nomination in await self._source.take_nominations(TAKEN_AT_ONCE):
             rulings = await self.consider(nomination)
@@ -74,7 +74,7 @@ class EvictionHints:
         """Drop a scope that the fleet reports as gone, when we see that, too."""
         if not self._scopes.is_lost(scope):
             return [Ruling.KNOWN_SCOPE] * len(self._node.index.blocks(scope))
-        dropped = self._node.drop_scope(scope, "erased")
+        dropped = self._node.drop_scope(scope)
         _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
         return [Ruling.DROP] * dropped
 

@@ -112,7 +112,7 @@ class PeerLender:
 
     def _placed(self, entry: Entry, tiers: Sequence[str], lease_s: float) -> Lent | None:
         """Lease a copy on a tier that the other agent can read; None when there is none, or one in memory."""
-        if not tiers or self._promoter.mapped(entry) is not None:
+        if not tiers or self._promoter.mapped(entry) is not None or self._node.index.is_erased(entry.scope):
             return None
         for residence in entry.residences:
             tier, slot, record = residence
@@ -124,7 +124,10 @@ class PeerLender:
                 return Lent(lease.id, slot, memoryview(b""), record.parent, record.checksum, record.epoch, placed)
         return None
 
-    def _lent(self, entry: Entry, residence: Residence, lease_s: float) -> Lent:
+    def _lent(self, entry: Entry, residence: Residence, lease_s: float) -> Lent | None:
+        """Lease a copy in memory; None where its scope was erased while it was waited for."""
+        if self._node.index.is_erased(entry.scope):
+            return None
         tier, slot, record = residence
         mappable = tier.backend.mappable
         assert mappable is not None

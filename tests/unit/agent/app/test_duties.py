@@ -322,7 +322,7 @@ async def test_a_scope_that_was_empty_meanwhile_gets_its_grace_anew(at: Setup) -
     node, sweeper = at.core.node, Sweeper(at.core.cache, Forgetful())
     await store_chain(at.core, place, [7])
     sweeper.expire()
-    node.drop_scope(SCOPE, "room")
+    node.drop_scope(SCOPE)
     sweeper.expire()
     at.clock.now_s += 10 * ERASE_GRACE_S
     await store_chain(at.core, place, [7])

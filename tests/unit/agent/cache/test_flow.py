@@ -413,7 +413,7 @@ async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core:
     core.node.evict([entry], memory, "room")
 
     assert core.cache.promoter.start_prefetch(entry)
-    core.node.drop_scope(SCOPE, "erased")
+    core.node.drop_scope(SCOPE)
 
     assert await load(core, [1]) == []
     await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.

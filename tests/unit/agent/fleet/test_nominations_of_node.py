@@ -136,7 +136,7 @@ async def test_a_lost_scope_is_told_once_its_blocks_are_gone_and_again_until_it_
     at.clock.now_s += LOST_AFTER_S
     await at.advice.poll()
     assert at.adviser.claims == []
-    at.core.node.drop_scope(SCOPE, "erased")
+    at.core.node.drop_scope(SCOPE)
     at.adviser.is_up = False
     await at.advice.poll()
     at.adviser.is_up = True

@@ -147,7 +147,7 @@ async def test_the_prefix_ends_where_a_block_got_lost(pair: Pair) -> None:
 
 async def test_a_block_that_the_owner_no_longer_has_is_a_miss(pair: Pair) -> None:
     await pair.store([1, 2])
-    pair.a.node.drop_scope(SCOPE, "erased")
+    pair.a.node.drop_scope(SCOPE)
 
     assert await load(pair.b, [1, 2]) == []
     assert [t.backend.used_bytes for t in pair.b.node.tiers] == [0, 0]
@@ -218,8 +218,8 @@ async def test_extents_are_registered_before_use_and_let_go_of_before_they_vanis
     await load(pair.b, range(1, 9))
     assert len(pair.peers.registered) >= 8
 
-    pair.a.node.drop_scope(SCOPE, "erased")
-    pair.b.node.drop_scope(SCOPE, "erased")
+    pair.a.node.drop_scope(SCOPE)
+    pair.b.node.drop_scope(SCOPE)
     for core in (pair.a, pair.b):
         await core.node.tiers[0].backend.resize(4096)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvstrata_agent.blocks.node import ERASED
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.blocks.tier_contents import QueueKey
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate
@@ -16,6 +15,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.poolnode import TierProbe
 from support.agent.doubles import BLOCK_BYTES, SCOPE, digest
 from support.agent.engine import SLOTS, Engine, close
+from support.agent.pair import FakeDirectory
 
 pytestmark = pytest.mark.unit
 
@@ -184,9 +184,30 @@ async def test_never_stored_not_yours_and_erased_have_one_answer(engine: Engine)
     node.history.note(OTHERS, mine[0])  # As if the other tenant's block of that digest had been evicted.
     assert await engine.ask(wire.WhyMiss(9, OTHERS, digest(1))) == never
     assert await engine.ask(wire.Explain(9, OTHERS, digest(1))) == await engine.ask(wire.Explain(9, SCOPE, digest(77)))
-    node.drop_scope(SCOPE, ERASED)
+    node.drop_scope(SCOPE)
     assert await engine.ask(wire.WhyMiss(9, SCOPE, digest(1))) == never
     assert "never stored, is not yours to read, or went longer ago" in json.loads(never.json)["said"]
+
+
+@pytest.mark.parametrize("verb", [wire.Lookup, wire.WhyMiss, wire.RouteHint])
+async def test_what_is_erased_while_others_are_asked_is_answered_like_what_never_was(
+    verb: type[wire.Lookup | wire.WhyMiss | wire.RouteHint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = FakeDirectory({}, "pool.node")
+    engine = await Engine(directory).attach()
+    await engine.store(1)
+    locate = directory.locate
+
+    async def locate_late(*args: Any, **named: Any) -> Any:
+        engine.core.node.erase(SCOPE)
+        return await locate(*args, **named)
+
+    monkeypatch.setattr(directory, "locate", locate_late)
+    asked = verb(9, SCOPE, digest(1) + digest(77))
+    told = await engine.ask(asked)
+    assert len(engine.core.node.index) == 1, "it is still to be dropped"
+    assert told == await engine.ask(asked)
+    await close(engine)
 
 
 async def test_asking_why_is_no_use_and_counts_nothing(engine: Engine) -> None:
