@@ -226,6 +226,10 @@ EVENTS: Final = (
         "A newer operator wants something of weights that this agent does not know, and does not say of which model.",
     ),
     LogEvent(
+        "much to erase; the next round goes on with it", "warning", ("metadata",), (),
+        "Locations of deleted tenants, or under keys that have moved on, take longer than a round; nobody finds them.",
+    ),
+    LogEvent(
         "no certificate", "warning", ("agent", "metadata"), ("uri", "failures", "cause"),
         "The process has no certificate yet, or could not renew it. See the runbook KvstrataCertificateEnding.",
     ),

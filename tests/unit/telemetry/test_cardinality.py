@@ -16,7 +16,7 @@ NODES = 5_000
 TIERS_MOST, TENANTS_MOST = 8, TENANTS_NAMED_MAX + 100
 TIERS_USUAL, TENANTS_USUAL = 4, 10
 AGENT_SERIES_MAX = 25_000
-FLEET_SERIES_MAX = 11_000_000
+FLEET_SERIES_MAX = 11_100_000
 """Of agents with the usual tiers and tenants, had each counted everything that can be."""
 OTHER_VALUES = 4
 """Of a label whose values are words of the program: verbs, reasons, results."""
