@@ -11,16 +11,17 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.blocks.block import GONE, TIERS_MAX
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.movement.path import Priority
 from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
@@ -31,6 +32,8 @@ WAITING_MAX: Final = 65_536
 """Blocks that may wait; more are left to the watermark."""
 AT_ONCE: Final = 16
 """Copies under way, half of the mover's width, so that a big archive never fills it."""
+UNPACKED_AT_ONCE: Final = 256
+"""Rows of a session's chains that become entries in one step of the loop, at most 10 ms."""
 RETRY_S: Final = 5.0
 """Until the next attempt for a session that is not all copied: half of what a failed tier is left alone."""
 RETRY_MAX_S: Final = 60.0
@@ -82,10 +85,12 @@ class Archiver:
     def archive(self, session: Session) -> None:
         """Copy the chains of a session in state `archiving` to a tier that survives; returns at once.
 
-        The state becomes `archived` when all of it is there. A session that comes back meanwhile is let go.
+        The state becomes `archived` when `run` has seen that all of it is there: chains may be long, and many sessions
+        end together. A session that comes back meanwhile is let go.
         """
         self._sessions[session] = _Try()
-        self._settle(session)
+        if not session.heads:
+            self.settle(session)  # There is nothing to look at.
         self._wake.set()
 
     def follow(self, session: Session, chain: Sequence[Entry]) -> None:
@@ -257,17 +262,31 @@ class Archiver:
 
     async def _demote_chains(self, session: Session, attempt: _Try) -> None:
         """Make the copies that a session still lacks."""
-        left = self.left(session) if session.state is SessionState.ARCHIVING else []
-        rooms = self._demoter.rooms()
-        for i in range(0, len(left), AT_ONCE):
-            await asyncio.gather(*(self._secure(entry, rooms) for entry in left[i : i + AT_ONCE]))
-        self._settle(session)
+        async with self._unpacked(session):
+            left = self.left(session) if session.state is SessionState.ARCHIVING else []
+            rooms = self._demoter.rooms()
+            for i in range(0, len(left), AT_ONCE):
+                await asyncio.gather(*(self._secure(entry, rooms) for entry in left[i : i + AT_ONCE]))
+            self.settle(session)
         if any(is_safe(entry) for entry in left):
             attempt.pause_s = RETRY_S
         attempt.due_s = asyncio.get_running_loop().time() + attempt.pause_s
         attempt.pause_s = min(2 * attempt.pause_s, RETRY_MAX_S)
 
-    def _settle(self, session: Session) -> None:
+    @asynccontextmanager
+    async def _unpacked(self, session: Session) -> AsyncIterator[None]:
+        """Make entries of a session's chains, some in each step, and keep them: walking rows takes far longer."""
+        kept: dict[Entry, None] = {}
+        for head in tuple(session.heads) if session.state is SessionState.ARCHIVING else ():
+            entry: Entry | None = head
+            while entry is not None and entry.level != GONE and entry not in kept:
+                kept[entry] = None
+                if len(kept) % UNPACKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                entry = self._node.index.parent(entry) if entry.level != GONE else None
+        yield
+
+    def settle(self, session: Session) -> None:
         """Note whether a session is archived now, or has come back."""
         if session.state is SessionState.ARCHIVING and not self.left(session):
             session.enter(SessionState.ARCHIVED)

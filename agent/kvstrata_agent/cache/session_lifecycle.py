@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 
 REVIVALS_MAX: Final = 8
 """Sessions that are revived from the directory at a time; others wait, and their engines fetch by key meanwhile."""
-SCAN_BLOCKS: Final = 65_536
-"""Blocks of due sessions scanned in one step, and then the rest of one session: about 10 ms of the loop."""
+SCAN_BLOCKS: Final = 8192
+"""Blocks of due sessions scanned in one step, and then the rest of one session: about 10 ms of the loop, but up to
+0.3 s where all of them are rows, as one long session takes alone."""
+FINISH_BLOCKS: Final = 512
+"""Blocks of sessions that are finished in one sweep and not archived, and then the rest of one: 20 ms if all are rows.
+"""
 CHAIN_MAX: Final = 4096
 """Blocks of one chain that are fetched from other nodes ahead of the engine: 65,536 tokens of 16 to a block."""
 
@@ -124,8 +128,11 @@ class SessionLife:
             self.expect(session)
         self.publish(session)
 
-    def finish(self, session: Session, *, archive: bool) -> None:
-        """End a session: its chain goes to a tier that survives, or what nobody else continues is the first to go."""
+    def finish(self, session: Session, *, archive: bool) -> int:
+        """End a session: its chain goes to a tier that survives, or what nobody else continues is the first to go.
+
+        Returns how many blocks those are; none that is to be archived, which the archiver looks at later.
+        """
         self._expected.pop(session, None)
         self._node.returns.expect(session, None)
         self._node.changed.fire()
@@ -134,11 +141,12 @@ class SessionLife:
             session.enter(SessionState.ARCHIVING)
             archiver.archive(session)
             self.publish(session)
-            return
+            return 0
         pruned = [entry for head in session.heads for entry in archiver.exclusive(head, session)]
         self._node.sessions.close(session, archive=False)
         archiver.age(pruned)
         self._tell(session, None)
+        return len(pruned)
 
     @property
     def is_erasing(self) -> bool:
@@ -170,10 +178,12 @@ class SessionLife:
         self._expected[session] = _Plan(session.doubt_s)
 
     def sweep(self, now_s: float) -> None:
-        """Finish sessions that were idle for longer than the pool's retention."""
-        retention = self._node.spec.policy.retention
+        """Finish sessions that were idle for longer than the pool's retention; if too many, the rest next time."""
+        retention, pruned = self._node.spec.policy.retention, 0
         for session in self._node.sessions.sweep(now_s, retention.idle_seconds):
-            self.finish(session, archive=retention.archive)
+            pruned += self.finish(session, archive=retention.archive)
+            if pruned >= FINISH_BLOCKS:
+                return
 
     async def tend(self) -> None:
         """Bring up what is expected, publish what changed, and write the journal."""
@@ -273,7 +283,8 @@ class SessionLife:
         self._resolve(session)
         if past.state in (SessionState.ARCHIVING, SessionState.ARCHIVED):
             session.enter(SessionState.ARCHIVING)
-            self._archiver.archive(session)  # Checks whether everything is there, and brings down what is not.
+            self._archiver.archive(session)  # Brings down what is not there.
+            self._archiver.settle(session)  # Whoever asks for it is told how it stands.
         return session
 
     def _resolve(self, session: Session) -> None:

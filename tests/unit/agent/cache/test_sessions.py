@@ -1,6 +1,7 @@
 """Laws of a session's life: forks, archive, revival after a restart and on another node, and what others are told."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.scope_table import Blocks
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache import archive
 from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
 from kvstrata_agent.cache.session_journal import SessionJournal
@@ -32,6 +35,7 @@ from support.agent.doubles import (
     digest,
     dram_tier,
     make_node,
+    pool_spec,
     secret,
     store_chain,
 )
@@ -259,6 +263,61 @@ async def test_an_idle_session_is_finished_after_the_pools_retention(run: Run) -
     run.clock.now_s += 2
     run.core.cache.life.sweep(run.clock())
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
+
+
+async def test_sessions_that_end_together_are_looked_at_a_few_blocks_in_each_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains, index, in_step, most = 3, run.core.node.index, 0, 0
+    monkeypatch.setattr(archive, "UNPACKED_AT_ONCE", 2)
+    sessions = [run.open(f"s{n}") for n in range(chains)]
+    for n, session in enumerate(sessions):
+        await run.store([10 * n + i for i in range(1, 10)], session)
+        run.core.cache.life.touch(session, SessionState.IDLE, 0, 0.0)
+        await run.core.cache.evictor.drain(run.core.node.tiers[0])
+    run.core.node.evict([e for e in index if len(e.residences) > 1], run.core.node.tiers[0], "room")
+    index._in_use_max = 0
+    assert index.pack(math.inf) == chains * 8, "all but the heads are rows"
+    unpack = Blocks.unpack
+
+    def counted(blocks: Blocks, number: int) -> Entry:
+        nonlocal in_step
+        in_step += 1
+        return unpack(blocks, number)
+
+    async def beat() -> None:
+        nonlocal in_step, most
+        while True:
+            most, in_step = max(most, in_step), 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Blocks, "unpack", counted)
+    beating = asyncio.create_task(beat())
+    await asyncio.sleep(0)
+    run.clock.now_s += run.core.node.spec.policy.retention.idle_seconds + 1.0
+    run.core.cache.life.sweep(run.clock())
+    await steps_until(lambda: all(s.state is SessionState.ARCHIVED for s in sessions))
+    await asyncio.sleep(0)
+    beating.cancel()
+
+    assert 0 < most <= 2
+    assert in_step == 0
+
+
+async def test_of_sessions_that_end_together_and_are_not_archived_some_end_in_each_sweep(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_life, "FINISH_BLOCKS", 4)
+    run.core.node.spec = pool_spec(retention={"archive": False})
+    for n in range(5):
+        session = run.open(f"s{n}")
+        await run.store([10 * n + i for i in range(1, 4)], session)
+        run.core.cache.life.touch(session, SessionState.IDLE, 0, 0.0)
+    run.clock.now_s += run.core.node.spec.policy.retention.idle_seconds + 1.0
+
+    for left in (3, 1, 0):
+        run.core.cache.life.sweep(run.clock())
+        assert len(list(run.core.node.sessions)) == left
 
 
 async def test_chains_of_a_session_hold_each_block_once_and_parents_first(run: Run) -> None:
