@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from kvstrata_api import wire
 from sim.loop import SimLoop
@@ -49,6 +49,12 @@ class SimSocket:
         self._is_reading = False
         self._free_s = 0.0
         """When the last bytes on the way arrive: what comes later arrives later."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def setblocking(self, flag: bool) -> None:  # noqa: FBT001  As in the standard library.
         """Always non-blocking."""
