@@ -37,7 +37,20 @@ from support.agent import standalone
 from support.agent.machine import BUCKET, EIGHTH, Machine, chain, devices_fail, object_store_refuses
 from support.agent.standalone import Json, Up, content, tokens
 from support.backends.s3_faults import faulty_s3
-from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, custom, dram, keys_of, make_tenant, nvme, until
+from support.kube.agent import (
+    GROUP,
+    LAYOUT,
+    MIB,
+    SYSTEM,
+    Agent,
+    custom,
+    declare_tenant,
+    dram,
+    keys_of,
+    make_tenant,
+    nvme,
+    until,
+)
 from support.metadata import replicas
 from support.metadata.directory_fleet import DirectoryFleet
 from support.metadata.redis_cluster import RedisCluster
@@ -216,8 +229,7 @@ def redis_has_no_memory_left(fleet: Fleet) -> Iterator[None]:
 @contextmanager
 def tenant_leaves_while_the_service_may_not_see_it(fleet: Fleet) -> Iterator[None]:
     """The service erases nothing on the word of an agent alone."""
-    make_tenant(fleet.plane, "leaving")
-    uid = fleet.plane.api.get(f"{GROUP}/kvtenants/leaving")["metadata"]["uid"]
+    uid = declare_tenant(fleet.plane, "leaving")["metadata"]["uid"]
     secret = ScopeSecret(ScopeId(f"tenant/leaving/{uid}/v1"), b"l" * 32)
 
     async def claim() -> None:

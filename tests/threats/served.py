@@ -130,8 +130,9 @@ class Served(AgentThread):
         node, demote_to = self.core.node, self.core.cache.demoter.demote_to
         memory, below = node.tiers
         entries = list(node.contents(memory).residents())
-        # At once: thousands of blocks one by one would each wait for the disk.
-        assert all(await asyncio.gather(*(demote_to(entry, memory, below, Priority.DEMOTE) for entry in entries)))
+        # At once: thousands of blocks one by one would each wait for the disk. A busy disk may refuse some.
+        while left := [entry for entry in entries if entry.residence(below) is None]:
+            await asyncio.gather(*(demote_to(entry, memory, below, Priority.DEMOTE) for entry in left))
         while node.contents(memory).blocks:
             leaving = [entry for entry in node.contents(memory).residents() if node.index.may_leave(entry)]
             assert leaving, "the tier below has no room for all"

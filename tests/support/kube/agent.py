@@ -45,12 +45,18 @@ def nvme(path: Path, capacity_bytes: int) -> Json:
     return {"name": "nvme", "type": "NVMe", "capacityBytes": capacity_bytes, "nvme": {"path": str(path)}}
 
 
-def make_tenant(plane: ControlPlane, name: str) -> None:
-    """What administrator and operator write for a tenant with one engine."""
+def declare_tenant(plane: ControlPlane, name: str) -> Json:
+    """What an administrator writes for a tenant with one engine; returns the KVTenant."""
     plane.api.post("/api/v1/namespaces", {"metadata": {"name": name}})
     plane.api.post(f"/api/v1/namespaces/{name}/serviceaccounts", {"metadata": {"name": "engine"}})
     spec = {"serviceAccounts": [{"namespace": name, "name": "engine"}]}
-    tenant = plane.api.post(f"{GROUP}/kvtenants", custom("KVTenant", name, spec))
+    tenant: Json = plane.api.post(f"{GROUP}/kvtenants", custom("KVTenant", name, spec))
+    return tenant
+
+
+def make_tenant(plane: ControlPlane, name: str) -> None:
+    """What administrator and operator write for a tenant with one engine, where no operator runs."""
+    tenant = declare_tenant(plane, name)
     metadata = {
         "name": names.scope_secret_name("tenant", name),
         "labels": {names.LABEL_SCOPE: "tenant"},
