@@ -102,7 +102,7 @@ class Index:
         return len(blocks)
 
     def leaving(self, most: int) -> list[Entry]:
-        """Up to so many blocks of erased scopes, others each time until all were named; then it begins anew."""
+        """Up to so many blocks of erased scopes, others each time until all were named; then the first ones again."""
         found: list[Entry] = []
         for scope in [s for s in self._erased if s in self._scopes]:
             entries = self._erased[scope] or self._scopes[scope].entries()

@@ -480,7 +480,7 @@ class _Scheduler:
         self._note(lambda: self._client.report_engine(rate, **load))
 
     def _note_late(self, note: Note, saves: set[int], session: str = "") -> None:
-        """Have something told once saves have ended; their session's going on, or the time of a load, ends that."""
+        """Send a note once saves have ended, their session has another request, or a load would be given up."""
         if not saves:
             self._note(note)
             return
@@ -489,7 +489,7 @@ class _Scheduler:
         self._note(partial(self._late.add, note, saves, self._awaited_until_s, session))
 
     def _note(self, note: Note) -> None:
-        """Have something told or asked beside the scheduler; left out while an agent that hangs holds up too many."""
+        """Send a note from another thread than the scheduler's; dropped while an agent that hangs holds up too many."""
         if self._notes.qsize() < NOTES_MAX:
             self._notes.put(note)
 
